@@ -1,0 +1,33 @@
+"""The README's loop, whole: classify the shipped handwritten digits.
+
+python examples/digits.py
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import paceline
+from paceline.problems import load_problem
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    dataset = load_problem("digits").train
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_fn = nn.CrossEntropyLoss()
+
+    with paceline.join(model, optimizer, policy="all-reduce") as session:
+        for x, y in session.batches(dataset, batch_size=64, epochs=10):
+            with session.step():
+                loss = loss_fn(model(x), y)
+                loss.backward()
+
+        if session.rank == 0:
+            print(f"{session.steps} steps, last loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Which samples each worker takes at each step, so that an epoch covers every sample once.
+
+All workers share one order per epoch. A step takes the next ``world_size * batch_size`` samples of it and
+every rank its own contiguous slice. Where an epoch stands is therefore one number, the samples consumed by
+all workers together, from which any other number of workers with any other batch size can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError, unknown_name
+from paceline.seeding import derive_seed
+
+Last = Literal["short", "drop", "pad"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shard:
+    """One rank's part of one step: its samples, and enough to know every other rank's share."""
+
+    indices: Tensor  # int64, a view into the epoch's order; may be empty in the last step
+    epoch: int
+    number: int  # unique within the epoch; of a full batch, the position of its first sample in the order
+    total: int  # samples of this step over all ranks
+    world_size: int
+    consumed_after: int  # samples of the epoch taken by all ranks once this step is done
+
+    def count(self, rank: int) -> int:
+        """How many samples the given rank takes in this step; over all ranks they sum to ``total``."""
+        start, stop = _slice(self.total, rank, self.world_size)
+        return stop - start
+
+
+@dataclass(frozen=True)
+class ShardedSampler:
+    """Deal an epoch's samples to the ranks of a world, shuffled, complete and resumable.
+
+    ``last`` says what becomes of an incomplete last step: ``short`` divides it evenly, so ranks may get fewer
+    samples or none, and take part with that weight; ``drop`` leaves it out; ``pad`` fills it up with samples
+    from the epoch's start.
+
+    >>> sampler = ShardedSampler(num_samples=5, batch_size=2, rank=1, world_size=2, shuffle=False)
+    >>> [shard.indices.tolist() for shard in sampler.epoch(0)]
+    [[2, 3], [4]]
+    """
+
+    num_samples: int
+    batch_size: int  # of each worker
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    last: Last = "short"
+
+    def __post_init__(self) -> None:
+        for option in ("num_samples", "batch_size", "world_size"):
+            if getattr(self, option) < 1:
+                raise UsageError(f"{option} must be at least 1, got {getattr(self, option)}")
+        if not 0 <= self.rank < self.world_size:
+            wanted = f"use 0 to {self.world_size - 1}"
+            raise UsageError(f"rank {self.rank} is outside a world of {self.world_size}; {wanted}")
+        if self.last not in get_args(Last):
+            raise unknown_name("ending of an epoch", self.last, get_args(Last))
+        self._check_enough_samples()
+
+    def _check_enough_samples(self) -> None:
+        found = f"data set has {self.num_samples} samples"
+        if self.world_size > self.num_samples:
+            raise UsageError(f"{self.world_size} workers, but the {found}; use at most {self.num_samples} workers")
+        most = self.num_samples // self.world_size
+        if self.batch_size > self.num_samples:
+            raise UsageError(f"batch of {self.batch_size} asked for, {found}; use a batch of at most {most}")
+        if self.last == "drop" and self._step_size > self.num_samples:
+            raise UsageError(
+                f"last='drop' would drop everything: a step of {self.world_size} workers with batches of "
+                f"{self.batch_size} takes {self._step_size} samples, {found}; use a batch of at most {most}"
+            )
+
+    @property
+    def _step_size(self) -> int:
+        return self.world_size * self.batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of an epoch taken from its start."""
+        return self.steps_left(0)
+
+    def steps_left(self, consumed: int) -> int:
+        """Steps until the epoch's end when ``consumed`` samples of it have been taken."""
+        left = self.num_samples - consumed
+        return left // self._step_size if self.last == "drop" else -(-left // self._step_size)
+
+    def order(self, epoch: int) -> Tensor:
+        """The order in which the epoch takes the samples; the same for every rank and every batch size."""
+        if not self.shuffle:
+            return torch.arange(self.num_samples, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(derive_seed(self.seed, "epoch", epoch))
+        return torch.randperm(self.num_samples, generator=generator, device="cpu")
+
+    def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Shard]:
+        """Yield this rank's shard of every step of the epoch that is left after ``consumed`` samples."""
+        if not 0 <= consumed <= self.num_samples:
+            raise UsageError(
+                f"cannot go on after {consumed} samples of an epoch that has {self.num_samples}; "
+                "was the position saved with another data set?"
+            )
+        return self._shards(epoch, consumed)
+
+    def _shards(self, epoch: int, consumed: int) -> Iterator[Shard]:
+        order = self.order(epoch)
+        for first in range(consumed, consumed + self.steps_left(consumed) * self._step_size, self._step_size):
+            left = self.num_samples - first
+            total = self._step_size if self.last == "pad" else min(self._step_size, left)
+            start, stop = _slice(total, self.rank, self.world_size)
+            yield Shard(
+                indices=_take(order, first + start, first + stop),
+                epoch=epoch,
+                number=first + self.rank * self.batch_size,
+                total=total,
+                world_size=self.world_size,
+                consumed_after=min(first + total, self.num_samples),
+            )
+
+
+def _slice(total: int, rank: int, world_size: int) -> tuple[int, int]:
+    return rank * total // world_size, (rank + 1) * total // world_size
+
+
+def _take(order: Tensor, start: int, stop: int) -> Tensor:
+    """Positions start to stop of the order repeated without end."""
+    if stop <= len(order):
+        return order[start:stop]
+    return order[torch.arange(start, stop, device="cpu") % len(order)]

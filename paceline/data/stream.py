@@ -1,0 +1,83 @@
+"""Where a session stands in its data, and the loop over what is left of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from paceline.data.feed import Feed, Fetched
+from paceline.errors import UsageError
+from paceline.seeding import capture_streams, restore_streams
+
+
+class BatchStream:
+    """Hand out batches, remember which were used, and take up an epoch where a checkpoint left it.
+
+    A batch is used once the step on it is done, or the next one is asked for; so a checkpoint written after a
+    step goes on behind its batch, and one written before the step repeats it.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.batch: Fetched | None = None  # handed out and not used yet
+        self._consumed = 0  # the feed's position behind the last batch used
+        self._streams_at_start: dict[str, Any] | None = None  # random streams when the epoch began
+        self._under_way = False
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Go through the epochs up to ``count`` that are not done; the body may call ``batches`` on each."""
+        while self.epoch < count:
+            before = self.epoch
+            yield before
+            if self.epoch == before:
+                self._finish_epoch()
+
+    def batches(self, feed: Feed, epochs: int | None) -> Iterator[Any]:
+        """Give the data of the batches left up to the end of ``epochs``, or of the present epoch."""
+        if self._under_way:
+            raise UsageError(
+                "batches() is already under way in this session, and its position is what a checkpoint keeps; "
+                "use a plain DataLoader for other data, such as evaluation"
+            )
+        self._under_way = True
+        try:
+            end = self.epoch + 1 if epochs is None else epochs
+            while self.epoch < end:
+                for batch in self._rest_of_epoch(feed):
+                    self.batch = batch
+                    yield batch.data
+                    self.use()
+                self._finish_epoch()
+        finally:
+            self._under_way = False
+
+    def use(self) -> None:
+        """Count the batch that was handed out as used."""
+        if self.batch is not None:
+            self._consumed = self.batch.consumed
+            self.batch = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "consumed": self._consumed, "streams_at_start": self._streams_at_start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+        self._consumed = state["consumed"]
+        self._streams_at_start = state["streams_at_start"]
+
+    def _rest_of_epoch(self, feed: Feed) -> Iterator[Fetched]:
+        if not feed.shuffles_by_streams:
+            return feed.start(self.epoch, self._consumed)
+        if self._consumed == 0 or self._streams_at_start is None:
+            self._streams_at_start = capture_streams()
+            return feed.start(self.epoch, self._consumed)
+        now = capture_streams()
+        restore_streams(self._streams_at_start)
+        rest = feed.start(self.epoch, self._consumed)  # draws the same order again, up to where we stand
+        restore_streams(now)
+        return rest
+
+    def _finish_epoch(self) -> None:
+        self.epoch += 1
+        self._consumed = 0
+        self._streams_at_start = None

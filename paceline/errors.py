@@ -1,0 +1,46 @@
+"""What can go wrong, as a small tree.
+
+``PacelineError``
+  ``UsageError``          the caller asked for something that does not exist or cannot be (also a ``ValueError``)
+  ``CheckpointError``     a checkpoint could not be written, or none could be read
+  ``RunInUseError``       another live process owns the run directory
+  ``NonFiniteLossError``  the loss became NaN or infinite
+  ``CommError``           other workers could not be reached, or did not do as this one
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PacelineError(Exception):
+    """Anything Paceline raises on purpose."""
+
+
+class UsageError(PacelineError, ValueError):
+    """The caller's mistake: the message says what was wanted, what was found and what to do."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint could not be written, or no usable one could be read."""
+
+
+class RunInUseError(PacelineError):
+    """Another live process owns the run directory."""
+
+
+class NonFiniteLossError(PacelineError):
+    """The loss became NaN or infinite; the parameters were not touched by it."""
+
+
+class CommError(PacelineError):
+    """Other workers could not be reached, or did not do as this one."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
+    """Build the error for a name that is in no table, with the nearest one that is."""
+    names = sorted(known)
+    nearest = difflib.get_close_matches(name.lower().replace("_", "-"), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return UsageError(f"no {kind} called {name!r}.{hint} Known: {', '.join(names)}.")

@@ -1,0 +1,25 @@
+"""How workers keep pace, as values: one small file per idea, one table from name to class."""
+
+from __future__ import annotations
+
+from paceline.errors import UsageError
+from paceline.policies.all_reduce import AllReduce
+from paceline.policies.base import PeersPolicy, Policy
+from paceline.spec import from_spec
+
+__all__ = ["POLICIES", "AllReduce", "PeersPolicy", "Policy", "parse_policy"]
+
+POLICIES: dict[str, type[Policy]] = {AllReduce.name: AllReduce}
+
+
+def parse_policy(policy: str | Policy) -> Policy:
+    """Take a policy as text, such as ``"all-reduce(overlap=false)"``, or as itself.
+
+    >>> parse_policy("all-reduce(overlap=false)")
+    AllReduce(bucket_cap_mb=25.0, first_bucket_mb=1.0, overlap=False)
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str):
+        return from_spec("policy", POLICIES, policy)
+    raise UsageError(f"wanted a policy or its text form, got {policy!r}; for example policy={AllReduce.name!r}")

@@ -1,0 +1,27 @@
+"""What every policy is: a frozen value with a name and a text form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.spec import check_types, to_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """When and how workers agree; a subclass is a frozen dataclass and one line in ``POLICIES``."""
+
+    name: ClassVar[str]  # as users type it, with hyphens
+
+    def __post_init__(self) -> None:
+        check_types("policy", self.name, self)
+
+    def __str__(self) -> str:
+        """The text form, which ``parse_policy`` reads back to an equal policy."""
+        return to_spec(self.name, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeersPolicy(Policy):
+    """A policy under which all workers agree collectively, over a process group and without a server."""

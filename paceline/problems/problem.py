@@ -1,0 +1,53 @@
+"""What is trained: a model, its data, its loss, and the metric that says how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+Measure = Callable[[Tensor, Tensor], Tensor]
+"""Outputs and targets of one batch -> one number, the mean over the batch's examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """What a problem is judged by on its test data."""
+
+    name: str
+    measure: Measure
+    higher_is_better: bool
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Tell whether ``value`` is at least as good as ``target``."""
+        return value >= target if self.higher_is_better else value <= target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a problem is trained unless the user says otherwise."""
+
+    batch_size: int = 64
+    epochs: int = 10
+    optimizer: str = "sgd(lr=0.1, momentum=0.9)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything the command, the virtual cluster and the studies need to train something.
+
+    A problem of your own is a Python file with a function ``problem()`` that returns one of these;
+    ``paceline train path/to/file.py`` trains it.
+    """
+
+    name: str
+    make_model: Callable[[], nn.Module]  # a fresh model, initialised from torch's global generator
+    train: Dataset[Any]  # of (input, target) pairs
+    test: Dataset[Any]
+    loss: Measure
+    metric: Metric
+    target: float | None = None  # the metric's value that counts as solved
+    recipe: Recipe = field(default_factory=Recipe)

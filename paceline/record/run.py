@@ -1,0 +1,100 @@
+"""A run on disk: a directory with its configuration, metrics and checkpoints, owned by one process at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.errors import RunInUseError, UsageError
+from paceline.record.checkpoint import CheckpointFolder
+from paceline.record.metrics import MetricsWriter
+
+_open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
+
+
+def _close_locks_in_child() -> None:
+    """A forked child (a DataLoader's worker) must not keep a dead parent's run locked."""
+    for run in _open_runs:
+        run.close_lock()
+
+
+os.register_at_fork(after_in_child=_close_locks_in_child)
+
+
+class Run:
+    """Open a run directory for writing; ``resume`` says whether one that already holds a run may go on.
+
+    The lock is an ``flock`` on ``run.lock``: the kernel releases it when the process ends in any way, so a
+    killed run never has to be unlocked by hand.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume: bool = False, keep: int = 3) -> None:
+        self.path = Path(path)
+        self.checkpoints = CheckpointFolder(self.path / "checkpoints", keep=keep)
+        self._make_directory()
+        self._lock = self._take_lock()
+        _open_runs.add(self)
+        try:
+            if not resume and (self.metrics_file.exists() or self.checkpoints.files()):
+                raise UsageError(
+                    f"{self.path} already holds a run; resume it (resume=True, --resume) "
+                    "or choose another directory"
+                )
+            self.checkpoints.clear_leftovers()
+        except BaseException:
+            self.close_lock()
+            raise
+        self.metrics: MetricsWriter | None = None
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def open_metrics(self, length: int = 0) -> MetricsWriter:
+        """Open the metrics for appending after their first ``length`` bytes."""
+        self.metrics = MetricsWriter(self.metrics_file, length=length)
+        return self.metrics
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write ``config.json``: everything needed to run again."""
+        aside = self.path / ".config.json.partial"
+        aside.write_text(json.dumps(config, indent=2, default=str) + "\n")
+        aside.rename(self.path / "config.json")
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+            self.metrics = None
+        self.close_lock()
+
+    def close_lock(self) -> None:
+        self._lock.close()
+
+    def _make_directory(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make the run directory {self.path}: {error.strerror}") from error
+
+    def _take_lock(self) -> IO[str]:
+        lock = (self.path / "run.lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            lock.close()
+            raise RunInUseError(
+                f"the run directory {self.path} is in use by {owner}; wait for it, or choose another directory"
+            ) from error
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        return lock

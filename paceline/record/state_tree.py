@@ -1,0 +1,95 @@
+"""Turn any training state into JSON and named tensors, and back, without pickle.
+
+A state is what ``state_dict()`` methods return: dicts, lists, tuples, numbers, strings, ``None`` and tensors,
+nested as they like. What JSON cannot say (tensors, tuples, dicts with other keys than strings) is written as
+a one-key dict whose key starts with ``$``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+
+Tree = Any  # what json.dumps takes
+
+
+def pack(state: object) -> tuple[Tree, dict[str, Tensor]]:
+    """Split ``state`` into a JSON tree and the tensors it mentions by name."""
+    tensors: dict[str, Tensor] = {}
+    return _pack(state, "", tensors), tensors
+
+
+def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    """Rebuild the state that ``pack`` split."""
+    if isinstance(tree, list):
+        return [unpack(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1:
+        (tag, value), *_ = tree.items()
+        if tag == "$tensor":
+            return tensors[value]
+        if tag == "$tuple":
+            return tuple(unpack(item, tensors) for item in value)
+        if tag == "$dict":
+            return {_key(unpack(key, tensors)): unpack(item, tensors) for key, item in value}
+        if tag == "$counter":
+            return Counter({_key(unpack(key, tensors)): unpack(item, tensors) for key, item in value})
+    return {key: unpack(item, tensors) for key, item in tree.items()}
+
+
+def _pack(value: object, path: str, tensors: dict[str, Tensor]) -> Tree:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, Tensor):
+        return {"$tensor": _add_tensor(value, path, tensors)}
+    if isinstance(value, np.ndarray | np.generic):
+        return {"$tensor": _add_tensor(torch.from_numpy(np.array(value)), path, tensors)}
+    if isinstance(value, Mapping):
+        return _pack_mapping(value, path, tensors)
+    if isinstance(value, list | tuple):
+        items = [_pack(item, f"{path}.{place}", tensors) for place, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    raise CheckpointError(
+        f"cannot save {path.lstrip('.') or 'the state'}: a checkpoint holds tensors, numbers, strings and "
+        f"containers of them, not {type(value).__module__}.{type(value).__qualname__}; "
+        "leave it out of state_dict() or turn it into one of those"
+    )
+
+
+def _pack_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Tree:
+    plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+    if plain and not isinstance(value, Counter):
+        return {key: _pack(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    pairs = [
+        [_pack(key, f"{path}.key", tensors), _pack(item, f"{path}.{key}", tensors)]
+        for key, item in value.items()
+    ]
+    return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
+
+
+def _add_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    if tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"cannot save {path.lstrip('.')}: its layout is {tensor.layout}, a checkpoint holds dense tensors; "
+            "convert it with to_dense() in state_dict()"
+        )
+    base = path.lstrip(".") or "state"
+    name, suffix = base, 1
+    while name in tensors:  # the paths of {"a.b": x} and {"a": {"b": y}} read the same
+        suffix += 1
+        name = f"{base}~{suffix}"
+    tensors[name] = tensor.detach()
+    return name
+
+
+def _key(value: Any) -> Any:
+    """A key that was a tensor or a list cannot be one again; everything hashable can."""
+    return tuple(value) if isinstance(value, list) else value

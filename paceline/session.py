@@ -1,0 +1,472 @@
+"""The front door: ``join()`` gives a ``Session``, whose ``step()`` is the one line a training loop gains."""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from paceline.data.feed import DatasetFeed, Feed, LoaderFeed
+from paceline.data.sampler import Last, ShardedSampler
+from paceline.data.stream import BatchStream
+from paceline.errors import CheckpointError, NonFiniteLossError, UsageError, unknown_name
+from paceline.policies import Policy, parse_policy
+from paceline.record.checkpoint import read_checkpoint, write_checkpoint
+from paceline.record.run import Run
+from paceline.seeding import capture_streams, derive_seed, restore_streams, seed_streams
+from paceline.trainee import Stateful, Trainee
+from paceline.version import __version__
+
+logger = logging.getLogger("paceline")
+
+OnNaN = Literal["stop", "skip", "ignore"]
+
+
+def join(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    policy: str | Policy | None = None,
+    scheduler: LRScheduler | Sequence[LRScheduler] = (),
+    scaler: torch.amp.GradScaler | None = None,
+    clip_norm: float | None = None,
+    seed: int | None = None,
+    run: str | Path | None = None,
+    resume: bool | str | Path = False,
+    save_every: int | None = None,
+    keep: int = 3,
+    log_every: int = 1,
+    on_nan: OnNaN = "stop",
+    stateful: Mapping[str, Stateful] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Session:
+    """Join the training of ``model`` as one of its workers; alone, unless a launcher started several.
+
+    >>> model = torch.nn.Linear(4, 1)
+    >>> with join(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
+    ...     for x in session.batches([torch.ones(4)] * 10, batch_size=5, epochs=2):
+    ...         with session.step():
+    ...             model(x).mean().backward()
+    >>> session.steps
+    4
+
+    Args:
+        policy: how the workers keep pace, such as ``"all-reduce"`` or ``paceline.AllReduce()``.
+        scheduler: stepped once after every update. One that is stepped otherwise (per epoch, on a metric) is yours
+            to step; put it into ``stateful`` to have it saved.
+        scaler: steps the optimizers; call ``scaler.scale(loss).backward()`` yourself.
+        clip_norm: clip the gradients to this norm before every update. Clipping them yourself, after
+            ``backward()`` and inside the step, works too.
+        seed: seeds every step's random streams from (seed, worker, step). Without it the streams are left alone,
+            as in a plain loop, and data is shuffled by ``torch.initial_seed()``.
+        run: directory for ``config.json``, ``metrics.jsonl`` and checkpoints; nothing is written without one.
+        resume: go on from the newest good checkpoint of ``run`` if it has one, or from the checkpoint file named.
+        save_every: updates between checkpoints; one is always written when the session ends well.
+        keep: how many checkpoints stay.
+        log_every: updates between lines of metrics.
+        on_nan: what to do when a loss given to ``step.record(loss=...)`` is NaN or infinite.
+        stateful: more objects with ``state_dict`` and ``load_state_dict`` to save and resume.
+        config: what to put into ``config.json`` beside what the session knows.
+    """
+    if on_nan not in get_args(OnNaN):
+        raise unknown_name("on_nan choice", str(on_nan), get_args(OnNaN))
+    for name, value in (("save_every", save_every), ("keep", keep), ("log_every", log_every)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be at least 1, got {value}")
+    trainee = Trainee(
+        # torch.compile wraps the module; names and state are those of the module inside.
+        model=getattr(model, "_orig_mod", model),
+        optimizers=_as_tuple("optimizer", optimizer, Optimizer),
+        schedulers=_as_tuple("scheduler", scheduler, LRScheduler),
+        scaler=scaler,
+        clip_norm=clip_norm,
+        stateful=dict(stateful or {}),
+    )
+    _check(trainee)
+    session = Session(
+        trainee,
+        policy=parse_policy(policy if policy is not None else "all-reduce"),
+        seed=seed,
+        run=Run(run, resume=bool(resume), keep=keep) if run is not None else None,
+        save_every=save_every,
+        log_every=log_every,
+        on_nan=on_nan,
+    )
+    try:
+        session._start(resume, dict(config or {}))
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+class Step:
+    """One step of the loop, as ``with session.step() as step``.
+
+    Leaving the block updates the parameters; an exception inside it passes through and updates nothing.
+    """
+
+    __slots__ = ("_session", "accumulate", "closure", "examples", "recorded", "skipped")
+
+    def __init__(
+        self,
+        session: Session,
+        accumulate: bool = False,
+        examples: int | None = None,
+    ) -> None:
+        self._session = session
+        self.accumulate = accumulate
+        self.examples = examples
+        self.closure: Callable[[], Tensor] | None = None  # set by minimize(): where the gradients come from
+        self.recorded: dict[str, Any] = {}
+        self.skipped = False  # its loss was not finite, and the session was told to skip such steps
+
+    def record(self, **values: Any) -> None:
+        """Put ``values`` in this step's line of the metrics; a ``loss`` among them is also checked for NaN."""
+        self.recorded.update(values)
+
+    def __enter__(self) -> Self:
+        self._session._begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session._end(self, failed=kind is not None)
+
+
+class Session:
+    """One worker's part in the training of one model; made by ``join()``.
+
+    ``steps`` counts the updates made, ``rank`` and ``world_size`` say which worker this is and of how many.
+    """
+
+    rank = 0
+    world_size = 1
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        *,
+        policy: Policy,
+        seed: int | None,
+        run: Run | None,
+        save_every: int | None,
+        log_every: int,
+        on_nan: OnNaN,
+    ) -> None:
+        self.policy = policy
+        self.seed = torch.initial_seed() if seed is None else seed
+        self.run = run
+        self.steps = 0
+        self._trainee = trainee
+        self._data = BatchStream()
+        self._seeded = seed is not None
+        self._save_every = save_every
+        self._log_every = log_every
+        self._on_nan = on_nan
+        self._blocks = 0  # step blocks entered, accumulating ones too
+        self._current: Step | None = None
+        self._accumulating = False
+        self._updating = False
+        self._saved_at: int | None = None
+
+    # The loop ---------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+        return self._data.epoch
+
+    def step(self, *, accumulate: bool = False, examples: int | None = None) -> Step:
+        """Open one step of the loop: compute a loss and call ``backward()`` inside the block.
+
+        Gradients are cleared on entry, and on leaving the optimizer and scheduler step. With
+        ``accumulate=True`` the gradients stay and are added to those of the next block instead.
+        ``examples`` tells how many there are in the batch, where it does not come from ``session.batches``.
+        """
+        return Step(self, accumulate, examples)
+
+    def minimize(self, closure: Callable[[], Tensor], *, examples: int | None = None) -> Tensor:
+        """Make one update with an optimizer that evaluates the loss as often as it likes, such as LBFGS.
+
+        ``closure`` computes the loss, calls ``backward()`` on it and returns it. Gives the first loss.
+        """
+        step = Step(self, examples=examples)
+
+        def evaluate() -> Tensor:
+            self._trainee.clear_gradients()
+            with torch.enable_grad():
+                loss = self.mean(closure())
+            if self._on_nan != "ignore" and not math.isfinite(loss):
+                raise self._bad_loss(float(loss), "an update that was under way was given up")
+            step.recorded.setdefault("loss", loss)
+            return loss
+
+        step.closure = evaluate
+        with step:
+            pass
+        return torch.as_tensor(step.recorded["loss"])
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Go through the epochs up to ``count`` that are not done yet, for loops that do something after each."""
+        return self._data.epochs(count)
+
+    def batches(
+        self,
+        source: Any,
+        batch_size: int | None = None,
+        *,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        last: Last = "short",
+        **loader_options: Any,
+    ) -> Iterator[Any]:
+        """Give this worker's batches, from wherever the session stands.
+
+        From a map-style data set with a ``batch_size`` (per worker): sharded over the workers, shuffled anew each
+        epoch, every sample exactly once; ``last`` says what becomes of an incomplete last batch, and
+        ``loader_options`` (``num_workers``, ``collate_fn``, ...) go to a ``DataLoader``. From a loader or any
+        iterable of batches: as it gives them. With ``epochs`` all epochs up to that one are gone through, without
+        it only what is left of the present one (for use inside ``session.epochs``).
+        """
+        feed = self._make_feed(source, batch_size, shuffle, last, loader_options)
+        return self._data.batches(feed, epochs)
+
+    def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
+        """Average a number or tensor over all workers, weighted by ``examples`` if given."""
+        return torch.as_tensor(value).detach().clone()
+
+    # Saving -----------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write a checkpoint of everything: into the run's directory, or to ``path``."""
+        if self._current is not None or self._accumulating:
+            raise UsageError(
+                f"step {self.steps}: save() was called inside a step or between accumulating ones; "
+                "call it after the step that updates the parameters"
+            )
+        if path is not None:
+            write_checkpoint(Path(path), self._state())
+            return Path(path)
+        if self.run is None:
+            raise UsageError("save() needs a path, or a run directory: join(..., run='runs/mine')")
+        file = self.run.checkpoints.write(self.steps, self._state())
+        self._saved_at = self.steps
+        return file
+
+    def record(self, event: str, **values: Any) -> None:
+        """Add a line to the run's metrics, for what belongs to no single step (an evaluation, say)."""
+        if self.run is not None and self.run.metrics is not None:
+            self.run.metrics.write(event, worker=self.rank, step=self.steps, epoch=self.epoch, **values)
+
+    def close(self) -> None:
+        """Release the run's directory; leaving the ``with`` block does it."""
+        if self.run is not None:
+            self.run.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            # After Ctrl-C the parameters are whole unless it fell into the update itself.
+            whole = kind is None or (issubclass(kind, KeyboardInterrupt) and not self._updating)
+            if self.run is not None and whole and self._saved_at != self.steps and not self._accumulating:
+                self.save()
+        finally:
+            self.close()
+
+    # One step ---------------------------------------------------------------------------------------------
+
+    def _begin(self, step: Step) -> None:
+        if self._current is not None:
+            raise UsageError(f"step {self.steps}: a step was opened inside another; leave the first block before")
+        self._current = step
+        if not self._accumulating:
+            self._trainee.clear_gradients()
+        if self._seeded:
+            seed_streams(derive_seed(self.seed, self.rank, "step", self._blocks))
+        self._blocks += 1
+
+    def _end(self, step: Step, failed: bool) -> None:
+        self._current = None
+        self._accumulating = step.accumulate and not failed
+        if failed:
+            return
+        if step.examples is None and self._data.batch is not None:
+            step.examples = self._data.batch.examples
+        if step.accumulate:
+            self._data.use()
+            return
+        step.skipped = self._loss_is_bad(step)
+        self._updating = True
+        if not step.skipped:
+            self._trainee.update(step.closure)
+        self.steps += 1
+        self._data.use()
+        self._updating = False
+        if self.run is not None:
+            self._after_update(step)
+
+    def _loss_is_bad(self, step: Step) -> bool:
+        if self._on_nan == "ignore" or "loss" not in step.recorded:
+            return False
+        loss = float(step.recorded["loss"])
+        if math.isfinite(loss):
+            return False
+        if self._on_nan == "skip":
+            return True
+        raise self._bad_loss(loss, "the parameters were left as they were before this step")
+
+    def _bad_loss(self, loss: float, left: str) -> NonFiniteLossError:
+        saved = self.run.checkpoints.files() if self.run is not None else []
+        where = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
+        return NonFiniteLossError(
+            f"worker {self.rank}, step {self.steps}: the loss is {loss}; {left}; {where}. "
+            "Lower the learning rate, or skip such steps (on_nan='skip', --on-nan skip)"
+        )
+
+    def _after_update(self, step: Step) -> None:
+        if self.steps % self._log_every == 0:
+            # Numbers are read from tensors when lines are flushed, so a GPU is not waited for here.
+            values = {key: v.detach() if isinstance(v, Tensor) else v for key, v in step.recorded.items()}
+            rate = self._trainee.optimizers[0].param_groups[0]["lr"]
+            more = {"skipped": True} if step.skipped else {}
+            self.record("step", examples=step.examples, lr=rate, **values, **more)
+        if self._save_every is not None and self.steps % self._save_every == 0:
+            self.save()
+
+    # Data -------------------------------------------------------------------------------------------------
+
+    def _make_feed(
+        self,
+        source: Any,
+        batch_size: int | None,
+        shuffle: bool,
+        last: Last,
+        loader_options: Mapping[str, Any],
+    ) -> Feed:
+        if isinstance(source, IterableDataset):
+            return LoaderFeed(DataLoader(source, batch_size=batch_size, **loader_options))
+        if isinstance(source, Dataset) and batch_size is None:
+            raise UsageError("batches(dataset) needs a batch_size; a DataLoader would bring its own")
+        if batch_size is None and not loader_options:
+            return LoaderFeed(source)
+        if isinstance(source, DataLoader) or not hasattr(source, "__getitem__"):
+            wrong = ["batch_size"] if batch_size is not None else sorted(loader_options)
+            raise UsageError(f"{type(source).__name__} makes its own batches; leave out {', '.join(wrong)}")
+        assert batch_size is not None
+        sampler = ShardedSampler(
+            num_samples=len(source),
+            batch_size=batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            shuffle=shuffle,
+            last=last,
+        )
+        return DatasetFeed(source, sampler, seeded_fetch=self._seeded, loader_options=loader_options)
+
+    # State ------------------------------------------------------------------------------------------------
+
+    def _start(self, resume: bool | str | Path, config: Mapping[str, Any]) -> None:
+        metrics_bytes = 0
+        if isinstance(resume, str | Path):
+            self._load(Path(resume), read_checkpoint(Path(resume)))
+        elif resume and self.run is not None:
+            metrics_bytes = self._resume_run(self.run)
+        elif resume:
+            raise UsageError("resume=True needs a run directory: join(..., run='runs/mine', resume=True)")
+        if self.run is not None:
+            self.run.open_metrics(metrics_bytes)
+            self.run.write_config({**self._describe(), **config})
+
+    def _resume_run(self, run: Run) -> int:
+        refused = []
+        for file, state in run.checkpoints.newest():
+            try:
+                if isinstance(state, CheckpointError):
+                    raise state
+                self._load(file, state)
+            except CheckpointError as error:
+                logger.warning("%s; going back to the checkpoint before it", error)
+                refused.append(str(error))
+                continue
+            self._saved_at = self.steps
+            return int(state["session"]["metrics_bytes"])
+        if refused:
+            raise CheckpointError(f"no usable checkpoint in {run.checkpoints.path}: " + "; ".join(refused))
+        return 0
+
+    def _load(self, file: Path, state: Mapping[str, Any]) -> None:
+        mismatch = self._trainee.mismatch(state["trainee"])
+        if mismatch is not None:
+            raise CheckpointError(f"{file} belongs to something else: {mismatch}")
+        self._trainee.load_state_dict(state["trainee"])
+        self._data.load_state_dict(state["data"])
+        session = state["session"]
+        self.steps, self._blocks, self.seed = session["steps"], session["blocks"], session["seed"]
+        restore_streams(state["streams"])
+
+    def _state(self) -> dict[str, object]:
+        metrics = self.run.metrics if self.run is not None else None
+        return {
+            "trainee": self._trainee.state_dict(),
+            "data": self._data.state_dict(),
+            "session": {
+                "steps": self.steps,
+                "blocks": self._blocks,
+                "seed": self.seed,
+                "policy": str(self.policy),
+                "metrics_bytes": metrics.sync() if metrics is not None else 0,
+            },
+            "streams": capture_streams(),
+        }
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "paceline": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "policy": str(self.policy),
+            "seed": self.seed,
+            "seeded_steps": self._seeded,
+            "world_size": self.world_size,
+            "threads": torch.get_num_threads(),
+            "model": type(self._trainee.model).__name__,
+            "optimizers": [type(optimizer).__name__ for optimizer in self._trainee.optimizers],
+        }
+
+
+def _as_tuple(what: str, given: Any, kind: type) -> tuple[Any, ...]:
+    if isinstance(given, kind):
+        return (given,)
+    if isinstance(given, Iterable):
+        items = tuple(given)
+        if all(isinstance(item, kind) for item in items):
+            return items
+    raise UsageError(f"{what} must be a torch {kind.__name__} or several, got {type(given).__name__}")
+
+
+def _check(trainee: Trainee) -> None:
+    if not trainee.optimizers:
+        raise UsageError("join() needs at least one optimizer")
+    for scheduler in trainee.schedulers:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError(
+                "ReduceLROnPlateau needs a metric: step it yourself with scheduler.step(value), and pass it as "
+                "stateful={'scheduler': scheduler} to have it saved"
+            )

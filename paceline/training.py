@@ -1,0 +1,251 @@
+"""Train a problem from a configuration: what ``paceline train`` and the studies run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.data.sampler import ShardedSampler
+from paceline.errors import UsageError, unknown_name
+from paceline.optim import make_optimizer
+from paceline.problems import Problem, ProblemOptions, load_problem
+from paceline.schedules import ScheduleConfig
+from paceline.seeding import derive_seed, seed_streams
+from paceline.session import OnNaN, Session, join
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that determines a training run; what is ``None`` comes from the problem's recipe."""
+
+    problem: str = "digits"
+    model: str | None = None
+    data: str | None = None
+    policy: str = "all-reduce"
+    optimizer: str | None = None
+    batch_size: int | None = None  # of each worker
+    epochs: int | None = None
+    max_steps: int | None = None  # stop after this many updates, wherever in an epoch
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    clip_norm: float | None = None
+    precision: Precision = "fp32"
+    device: str = "auto"
+    seed: int = 0
+    run: str | None = None
+    resume: bool = False
+    save_every: int | None = None  # updates; None: once an epoch
+    log_every: int = 1
+    evaluate: bool = True  # after every epoch
+    on_nan: OnNaN = "stop"
+
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            raise unknown_name("precision", self.precision, get_args(Precision))
+        for name in ("batch_size", "epochs", "max_steps", "save_every", "log_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UsageError(f"clip norm must be above 0, got {self.clip_norm}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is, told to whoever watches it after every update."""
+
+    step: int
+    total_steps: int
+    epoch: int
+    loss: float
+    examples_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a run came to."""
+
+    problem: str
+    metric: str
+    value: float  # of the metric on the test data, at the end
+    loss: float  # mean on the test data, at the end
+    target: float | None
+    reached: bool | None
+    steps: int
+    epochs: int
+    seconds: float  # of this process; a resumed run counts from its resumption
+    run: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Watch = Callable[[Progress], None]
+
+
+def train(config: TrainConfig, problem: Problem | None = None, watch: Watch | None = None) -> TrainResult:
+    """Train a problem to the end of its epochs and evaluate it."""
+    if problem is None:
+        problem = load_config_problem(config)
+    return _Training(config, problem, watch).run()
+
+
+def load_config_problem(config: TrainConfig) -> Problem:
+    """Load the problem that a configuration names."""
+    data = Path(config.data) if config.data is not None else None
+    return load_problem(config.problem, ProblemOptions(data=data, model=config.model, seed=config.seed))
+
+
+def evaluate(model: nn.Module, problem: Problem, device: torch.device | None = None) -> tuple[float, float]:
+    """Measure the mean loss and the metric on the problem's test data; the model's mode is put back after."""
+    was_training = model.training
+    model.eval()
+    sums, examples = [0.0, 0.0], 0
+    with torch.no_grad():
+        for inputs, targets in _evaluation_batches(problem.test):
+            outputs, targets = model(inputs.to(device)), targets.to(device)
+            for place, measure in enumerate((problem.loss, problem.metric.measure)):
+                sums[place] += float(measure(outputs, targets)) * len(inputs)
+            examples += len(inputs)
+    model.train(was_training)
+    return sums[0] / examples, sums[1] / examples
+
+
+class _Training:
+    """One call of ``train``: the objects it needs, made in the order that seeds require."""
+
+    def __init__(self, config: TrainConfig, problem: Problem, watch: Watch | None) -> None:
+        self.config, self.problem, self.watch = config, problem, watch
+        self.device = _pick_device(config.device)
+        self.batch_size = config.batch_size or problem.recipe.batch_size
+        self.epochs = config.epochs or problem.recipe.epochs
+        seed_streams(derive_seed(config.seed, "model"))
+        self.model = problem.make_model().to(self.device)
+        optimizer = config.optimizer or problem.recipe.optimizer
+        self.optimizer = make_optimizer(optimizer, self.model.parameters())
+        self.needs_closure = isinstance(self.optimizer, torch.optim.LBFGS)
+        self.evaluated: tuple[int, tuple[float, float]] | None = None  # after which step, and what it gave
+
+    def run(self) -> TrainResult:
+        started = time.perf_counter()
+        with self._join() as session:
+            self._train(session, started)
+            loss, value = self._evaluation(session)
+            metric, target = self.problem.metric, self.problem.target
+            return TrainResult(
+                problem=self.problem.name,
+                metric=metric.name,
+                value=value,
+                loss=loss,
+                target=target,
+                reached=None if target is None else metric.reaches(value, target),
+                steps=session.steps,
+                epochs=session.epoch,
+                seconds=time.perf_counter() - started,
+                run=self.config.run,
+            )
+
+    def _join(self) -> Session:
+        config = self.config
+        steps_per_epoch = self._sampler(world_size=1).steps_per_epoch
+        scheduler = config.schedule.build(
+            self.optimizer, steps_per_epoch=steps_per_epoch, epochs=self.epochs, batch=self.batch_size
+        )
+        return join(
+            self.model,
+            self.optimizer,
+            policy=config.policy,
+            scheduler=() if scheduler is None else scheduler,
+            clip_norm=config.clip_norm,
+            seed=config.seed,
+            run=config.run,
+            resume=config.resume,
+            save_every=config.save_every or steps_per_epoch,
+            log_every=config.log_every,
+            on_nan=config.on_nan,
+            config={"train": asdict(config)},
+        )
+
+    def _sampler(self, world_size: int) -> ShardedSampler:
+        return ShardedSampler(
+            num_samples=len(self.problem.train),  # type: ignore[arg-type]  # a Dataset with a length
+            batch_size=self.batch_size,
+            world_size=world_size,
+        )
+
+    def _train(self, session: Session, started: float) -> None:
+        total_steps = self._sampler(session.world_size).steps_per_epoch * self.epochs
+        total_steps = min(total_steps, self.config.max_steps or total_steps)
+        examples = 0
+        for _ in session.epochs(self.epochs):
+            for inputs, targets in session.batches(self.problem.train, self.batch_size):
+                if session.steps >= total_steps:
+                    return
+                loss = self._step(session, inputs.to(self.device), targets.to(self.device))
+                examples += len(inputs)
+                if self.watch is not None:
+                    rate = examples / (time.perf_counter() - started)
+                    self.watch(
+                        Progress(
+                            step=session.steps,
+                            total_steps=total_steps,
+                            epoch=session.epoch,
+                            loss=float(loss),
+                            examples_per_second=rate,
+                        )
+                    )
+            if self.config.evaluate:
+                self._evaluation(session)
+
+    def _step(self, session: Session, inputs: Tensor, targets: Tensor) -> Tensor:
+        if self.needs_closure:
+            return session.minimize(lambda: self._backward(inputs, targets))
+        with session.step() as step:
+            loss = self._backward(inputs, targets)
+            step.record(loss=loss)
+        return loss
+
+    def _backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._autocast():
+            loss = self.problem.loss(self.model(inputs), targets)
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.config.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _evaluation(self, session: Session) -> tuple[float, float]:
+        """Evaluate the parameters as they are, unless that was just done."""
+        if self.evaluated is None or self.evaluated[0] != session.steps:
+            loss, value = evaluate(self.model, self.problem, self.device)
+            session.record("evaluation", test_loss=loss, **{self.problem.metric.name: value})
+            self.evaluated = session.steps, (loss, value)
+        return self.evaluated[1]
+
+
+def _evaluation_batches(dataset: Dataset[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    # A generator of its own: making a loader's iterator would draw from the global streams.
+    return iter(DataLoader(dataset, batch_size=500, generator=torch.Generator()))
+
+
+def _pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"device {name!r} cannot be used here: {reason}; try --device cpu") from error
+    return device
