@@ -1,22 +1,34 @@
-"""Train one PyTorch model on many workers, where how they keep pace with each other is a value you pass in."""
+"""Train one PyTorch model on many workers; how they keep pace with each other is a value you pass in."""
 
-from paceline.data.sampler import ShardedSampler
-from paceline.errors import (
-    CheckpointError,
-    NonFiniteLossError,
-    PacelineError,
-    RunInUseError,
-    UsageError,
-)
-from paceline.policies import POLICIES, AllReduce, PeersPolicy, Policy, parse_policy
-from paceline.problems import Metric, Problem, Recipe
-from paceline.session import Session, Step, join
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from paceline.version import __version__
+
+if TYPE_CHECKING:
+    from paceline.data.sampler import ShardedSampler
+    from paceline.errors import (
+        CheckpointError,
+        CommError,
+        NonFiniteLossError,
+        PacelineError,
+        RunInUseError,
+        UsageError,
+    )
+    from paceline.peers.ddp import DistributedDataParallel
+    from paceline.policies import POLICIES, AllReduce, PeersPolicy, Policy, parse_policy
+    from paceline.problems import Metric, Problem, Recipe
+    from paceline.session import Session, Step, join
+    from paceline.timing import Timing
 
 __all__ = [
     "POLICIES",
     "AllReduce",
     "CheckpointError",
+    "CommError",
+    "DistributedDataParallel",
     "Metric",
     "NonFiniteLossError",
     "PacelineError",
@@ -28,8 +40,31 @@ __all__ = [
     "Session",
     "ShardedSampler",
     "Step",
+    "Timing",
     "UsageError",
     "__version__",
     "join",
     "parse_policy",
 ]
+
+# Names are looked up on first use: the command and the supervisor start in an instant, without torch's seconds.
+_HOMES = {
+    "paceline.data.sampler": ["ShardedSampler"],
+    "paceline.errors": [name for name in __all__ if name.endswith("Error")],
+    "paceline.peers.ddp": ["DistributedDataParallel"],
+    "paceline.policies": ["POLICIES", "AllReduce", "PeersPolicy", "Policy", "parse_policy"],
+    "paceline.problems": ["Metric", "Problem", "Recipe"],
+    "paceline.session": ["Session", "Step", "join"],
+    "paceline.timing": ["Timing"],
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from paceline.errors import PacelineError, UsageError, unknown_name
+from paceline.launch.reports import supervised
 from paceline.version import __version__
+
+if TYPE_CHECKING:
+    from paceline.problems import Problem
+    from paceline.studies import Study
+    from paceline.training import TrainConfig
 
 # torch takes seconds to import; what needs it is imported inside the commands, so that --help is instant.
 
@@ -30,10 +38,17 @@ class _Command(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_Command, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=_Command,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(__version__, prog_name="paceline")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Train one PyTorch model on many workers; how they keep pace is a value you pass in."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -42,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = cli.main(args=arguments, standalone_mode=False)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
-    except UsageError as error:
-        _fail(str(error), 2)
     except PacelineError as error:
-        _fail(str(error), 1)
+        if supervised():  # its supervisor shows the failure, once for all workers
+            raise
+        _fail(str(error), 2 if isinstance(error, UsageError) else 1)
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
@@ -60,6 +75,7 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.argument("problem", default="digits")
 @click.option("--model", help="Another model than the problem's own.")
 @click.option("--data", type=click.Path(), envvar="PACELINE_DATA", help="Where the data lies.  [PACELINE_DATA]")
+@click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
 @click.option("--policy", default="all-reduce", show_default=True, help="How the workers keep pace.")
 @click.option("--optimizer", help='Such as "sgd(lr=0.1, momentum=0.9)".')
 @click.option("--batch-size", type=int, help="Examples in a step of one worker.")
@@ -70,9 +86,7 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.option("--warmup-epochs", type=float, default=5.0, show_default=True)
 @click.option("--warmup-start", type=float, help="Share of the rate to start from.  [default: before scaling]")
 @click.option("--decay", default="none", show_default=True, help="none, step or cosine.")
-@click.option(
-    "--decay-epochs", default="30,60,80", show_default=True, help="Where step decay multiplies the rate."
-)
+@click.option("--decay-epochs", default="30,60,80", show_default=True, help="Where step decay multiplies the rate.")
 @click.option("--decay-factor", type=float, default=0.1, show_default=True)
 @click.option("--clip-norm", type=float, help="Clip gradients to this norm.")
 @click.option("--precision", default="fp32", show_default=True, help="fp32, or bf16 by autocast.")
@@ -82,37 +96,110 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.option("--resume", type=click.Path(), help="Go on with the run in this directory, with its options.")
 @click.option("--save-every", type=int, help="Updates between checkpoints.  [default: one epoch]")
 @click.option("--log-every", type=int, default=1, show_default=True, help="Updates between lines of metrics.")
-@click.option(
-    "--on-nan", default="stop", show_default=True, help="stop, skip or ignore a loss that is not finite."
-)
+@click.option("--on-nan", default="stop", show_default=True, help="stop, skip or ignore a loss that is not finite.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @click.pass_context
-def train(context: click.Context, /, resume: str | None, as_json: bool, **options: Any) -> None:
+def train(context: click.Context, /, workers: int, resume: str | None, as_json: bool, **options: Any) -> None:
     """Train a built-in PROBLEM, or the one that a Python file makes (path/to/file.py)."""
-    from paceline.report.terminal import ProgressLine
-    from paceline.training import TrainConfig, load_config_problem
-    from paceline.training import train as train_problem
+    from paceline.policies import parse_policy
+    from paceline.training import TrainConfig, load_config_problem, training_sampler
 
+    if workers < 1:
+        raise UsageError(f"--workers must be at least 1, got {workers}")
     if resume is not None:
         options = {**_saved_options(resume), **_typed(context, options), "run": resume, "resume": True}
     schedule = _schedule_config(options)
     config = TrainConfig(schedule=schedule, **options)
+    parse_policy(config.policy)
     problem = load_config_problem(config)
+    training_sampler(config, problem, workers)
     config = dataclasses.replace(config, run=config.run or _free_directory(problem.name))
-    with _stop_on_sigterm(), contextlib.ExitStack() as stack:
-        watch = None if as_json else stack.enter_context(ProgressLine(problem.name))
-        try:
-            result = train_problem(config, problem, watch)
-        except KeyboardInterrupt:
-            stack.close()
-            _fail(f"interrupted; go on with: paceline train --resume {config.run}", 130)
+    try:
+        result = _train_here(config, problem, as_json) if workers == 1 else _train_on(workers, config, as_json)
+    except KeyboardInterrupt:
+        _fail(f"interrupted; go on with: paceline train --resume {config.run}", 130)
     if as_json:
-        print(json.dumps(result.as_dict()))
+        print(json.dumps(result))
         return
-    goal = "" if result.target is None else f" (target {result.target:g})"
-    spent = f"after {result.steps} steps in {result.seconds:.1f} s"
-    print(f"{result.problem}: {result.metric} {result.value:.4f}{goal} {spent}")
-    print(f"run: {result.run}")
+    goal = "" if result["target"] is None else f" (target {result['target']:g})"
+    spent = f"after {result['steps']} steps in {result['seconds']:.1f} s"
+    print(f"{result['problem']}: {result['metric']} {result['value']:.4f}{goal} {spent}")
+    print(f"run: {result['run']}")
+
+
+def _train_here(config: TrainConfig, problem: Problem, quiet: bool) -> dict[str, Any]:
+    """Train in this process."""
+    from paceline.report.terminal import ProgressLine
+    from paceline.training import train as train_problem
+
+    with _stop_on_sigterm(), contextlib.ExitStack() as stack:
+        watch = None if quiet else stack.enter_context(ProgressLine(problem.name))
+        return train_problem(config, problem, watch).as_dict()
+
+
+def _train_on(workers: int, config: TrainConfig, quiet: bool) -> dict[str, Any]:
+    """Train on several workers, each running the hidden command ``train-worker``."""
+    from paceline.launch.supervisor import supervise
+    from paceline.report.terminal import ProgressLine
+    from paceline.training import Progress
+
+    results: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        line = None if quiet else stack.enter_context(ProgressLine(f"{config.problem} x {workers}"))
+
+        def hear(rank: int, report: dict[str, Any]) -> None:
+            if report["event"] == "result" and rank == 0:
+                results.append(report["result"])
+            elif report["event"] == "progress" and rank == 0 and line is not None and "progress" in report:
+                line(Progress(**report["progress"]))
+
+        command = ["-m", "paceline", "train-worker", json.dumps(dataclasses.asdict(config))]
+        code = supervise(command, workers=workers, on_report=hear)
+    if code in (130, 143):
+        raise KeyboardInterrupt
+    if code != 0 or not results:
+        sys.exit(code or 1)
+    return results[0]
+
+
+@cli.command("train-worker", hidden=True)
+@click.argument("config")
+def train_worker(config: str) -> None:
+    """Be one worker of ``paceline train --workers N``; only its supervisor calls this."""
+    from paceline.launch.reports import report
+    from paceline.schedules import ScheduleConfig
+    from paceline.training import Progress, TrainConfig
+    from paceline.training import train as train_problem
+
+    values = json.loads(config)
+    schedule = values.pop("schedule")
+    schedule["decay_epochs"] = tuple(schedule["decay_epochs"])
+    last = 0.0
+
+    def watch(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 0.1 or progress.step == progress.total_steps:
+            last = time.monotonic()
+            report("progress", step=progress.step, progress=dataclasses.asdict(progress))
+
+    with _stop_on_sigterm():
+        result = train_problem(TrainConfig(schedule=ScheduleConfig(**schedule), **values), watch=watch)
+    report("result", result=result.as_dict())
+
+
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
+@click.option("--policy", help="How the workers keep pace, for a script that does not say.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+def run(workers: int, policy: str | None, command: tuple[str, ...]) -> int:
+    """Run a training SCRIPT (or -m MODULE) on several workers of this host."""
+    from paceline.launch.supervisor import supervise
+
+    if policy is not None:
+        from paceline.policies import parse_policy
+
+        parse_policy(policy)
+    return supervise(command, workers=workers, policy=policy)
 
 
 def _schedule_config(options: dict[str, Any]) -> Any:
@@ -172,3 +259,71 @@ def _stop_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class _Studies(click.Group):
+    """The studies as subcommands; their table is imported only when it is asked for, since it needs torch."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        from paceline.studies import STUDIES
+
+        return list(STUDIES)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command:
+        from paceline.studies import STUDIES
+        from paceline.studies.options import command_options
+
+        if name not in STUDIES:
+            raise click.UsageError(str(unknown_name("study", name, STUDIES)))
+        study = STUDIES[name]
+        run = functools.partial(_run_study, study)
+        options = [*command_options(study), *_study_options(name)]
+        return click.Command(name, callback=run, params=options, help=study.__doc__, short_help=study.title)
+
+
+@cli.group(cls=_Studies, invoke_without_command=True)
+@click.pass_context
+def study(context: click.Context) -> None:
+    """Measure a figure or table of the lecture decks again."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def _study_options(name: str) -> list[click.Parameter]:
+    return [
+        click.Option(
+            ["--data"],
+            type=click.Path(path_type=Path),
+            envvar="PACELINE_DATA",
+            help="Where the data lies.  [PACELINE_DATA]",
+        ),
+        click.Option(["--seed"], type=int, default=0, show_default=True),
+        click.Option(
+            ["--out"],
+            type=click.Path(path_type=Path),
+            default=Path(f"study-{name}"),
+            show_default=True,
+            help="Directory for result.json, table.md and plot.png.",
+        ),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object instead."),
+    ]
+
+
+def _run_study(kind: type[Study], /, data: Path | None, seed: int, out: Path, as_json: bool, **options: Any) -> None:
+    from paceline.studies import StudyContext
+    from paceline.studies.files import check_folder, write_result
+    from paceline.studies.terminal import print_table, progress_bar
+
+    study = kind(**options)
+    check_folder(out)
+    with _stop_on_sigterm():
+        with progress_bar() as tell:
+            result = study.run(StudyContext(data=data, seed=seed, tell=tell))
+        # Printed first: should the disk be full, minutes of measuring are not lost.
+        if as_json:
+            print(json.dumps(result.as_dict(), allow_nan=False))
+        else:
+            print_table(result)
+        write_result(result, out)
+    if not as_json:
+        print(f"result.json, table.md, plot.png: {out}")

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import logging
-import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.data.feed import DatasetFeed, Feed, LoaderFeed
-from paceline.data.sampler import Last, ShardedSampler
+from paceline.data.feed import make_feed
+from paceline.data.sampler import Last
 from paceline.data.stream import BatchStream
-from paceline.errors import CheckpointError, NonFiniteLossError, UsageError, unknown_name
+from paceline.errors import CheckpointError, CommError, UsageError, unknown_name
+from paceline.guard import LossGuard, OnNaN, Where
+from paceline.launch.environment import asked_policy, read_world
+from paceline.launch.reports import report
+from paceline.peers.exchange import Exchange, connect
+from paceline.peers.reducer import Outcome
 from paceline.policies import Policy, parse_policy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
 from paceline.record.run import Run
 from paceline.seeding import capture_streams, derive_seed, restore_streams, seed_streams
+from paceline.timing import StepClock, Timing
 from paceline.trainee import Stateful, Trainee
 from paceline.version import __version__
 
 logger = logging.getLogger("paceline")
-
-OnNaN = Literal["stop", "skip", "ignore"]
 
 
 def join(
@@ -49,6 +52,7 @@ def join(
     on_nan: OnNaN = "stop",
     stateful: Mapping[str, Stateful] | None = None,
     config: Mapping[str, Any] | None = None,
+    group: Any = None,
 ) -> Session:
     """Join the training of ``model`` as one of its workers; alone, unless a launcher started several.
 
@@ -67,8 +71,8 @@ def join(
         scaler: steps the optimizers; call ``scaler.scale(loss).backward()`` yourself.
         clip_norm: clip the gradients to this norm before every update. Clipping them yourself, after
             ``backward()`` and inside the step, works too.
-        seed: seeds every step's random streams from (seed, worker, step). Without it the streams are left alone,
-            as in a plain loop, and data is shuffled by ``torch.initial_seed()``.
+        seed: seeds every step's random streams from (seed, worker, step). Without it ``torch.initial_seed()`` of
+            worker 0 is taken, and a worker that is alone has its streams left alone, as in a plain loop.
         run: directory for ``config.json``, ``metrics.jsonl`` and checkpoints; nothing is written without one.
         resume: go on from the newest good checkpoint of ``run`` if it has one, or from the checkpoint file named.
         save_every: updates between checkpoints; one is always written when the session ends well.
@@ -77,6 +81,7 @@ def join(
         on_nan: what to do when a loss given to ``step.record(loss=...)`` is NaN or infinite.
         stateful: more objects with ``state_dict`` and ``load_state_dict`` to save and resume.
         config: what to put into ``config.json`` beside what the session knows.
+        group: the ``torch.distributed`` process group to join; by default the one that the launcher's variables name.
     """
     if on_nan not in get_args(OnNaN):
         raise unknown_name("on_nan choice", str(on_nan), get_args(OnNaN))
@@ -93,17 +98,20 @@ def join(
         stateful=dict(stateful or {}),
     )
     _check(trainee)
+    policy = parse_policy(policy if policy is not None else asked_policy() or "all-reduce")
+    exchange = connect(trainee.model, policy, group=group, place=_place())
     session = Session(
         trainee,
-        policy=parse_policy(policy if policy is not None else "all-reduce"),
+        policy=policy,
+        exchange=exchange,
         seed=seed,
-        run=Run(run, resume=bool(resume), keep=keep) if run is not None else None,
+        run=Run(run, resume=bool(resume), keep=keep) if run is not None and exchange.rank == 0 else None,
         save_every=save_every,
         log_every=log_every,
         on_nan=on_nan,
     )
     try:
-        session._start(resume, dict(config or {}))
+        session._start(Path(run) if run is not None else None, resume, dict(config or {}))
     except BaseException:
         session.close()
         raise
@@ -132,8 +140,17 @@ class Step:
         self.skipped = False  # its loss was not finite, and the session was told to skip such steps
 
     def record(self, **values: Any) -> None:
-        """Put ``values`` in this step's line of the metrics; a ``loss`` among them is also checked for NaN."""
-        self.recorded.update(values)
+        """Put ``values`` in this step's line of the metrics; a ``loss`` among them is also checked for NaN.
+
+        A loss recorded before ``backward()`` is averaged over all workers on the way, at no cost.
+        """
+        self.recorded.update(
+            {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+        )
+
+    def loss(self) -> float | None:
+        """The loss as recorded so far."""
+        return float(self.recorded["loss"]) if "loss" in self.recorded else None
 
     def __enter__(self) -> Self:
         self._session._begin(self)
@@ -151,14 +168,12 @@ class Session:
     ``steps`` counts the updates made, ``rank`` and ``world_size`` say which worker this is and of how many.
     """
 
-    rank = 0
-    world_size = 1
-
     def __init__(
         self,
         trainee: Trainee,
         *,
         policy: Policy,
+        exchange: Exchange,
         seed: int | None,
         run: Run | None,
         save_every: int | None,
@@ -166,20 +181,28 @@ class Session:
         on_nan: OnNaN,
     ) -> None:
         self.policy = policy
-        self.seed = torch.initial_seed() if seed is None else seed
+        self.rank, self.world_size = exchange.rank, exchange.world_size
+        # Several workers always seed their steps: then worker 0's checkpoint need not hold the others' streams.
+        self._seeded = seed is not None or exchange.world_size > 1
+        self.seed: int = exchange.share(torch.initial_seed() if seed is None else seed)
         self.run = run
         self.steps = 0
+        self.timing = Timing()
+        self._clock = StepClock(trainee.model) if run is not None or exchange.world_size > 1 else None
         self._trainee = trainee
+        self._exchange = exchange
         self._data = BatchStream()
-        self._seeded = seed is not None
         self._save_every = save_every
         self._log_every = log_every
-        self._on_nan = on_nan
+        self._guard = LossGuard(on_nan, self._where)
         self._blocks = 0  # step blocks entered, accumulating ones too
         self._current: Step | None = None
         self._accumulating = False
         self._updating = False
         self._saved_at: int | None = None
+        self._metrics_bytes = 0
+        self._examples = 0  # of this worker in the update under way
+        self._total: int | None = 0  # of all workers, where known
 
     # The loop ---------------------------------------------------------------------------------------------
 
@@ -207,9 +230,11 @@ class Session:
         def evaluate() -> Tensor:
             self._trainee.clear_gradients()
             with torch.enable_grad():
-                loss = self.mean(closure())
-            if self._on_nan != "ignore" and not math.isfinite(loss):
-                raise self._bad_loss(float(loss), "an update that was under way was given up")
+                self._arm(step)
+                loss = self.mean(closure(), examples=self._examples)
+                self._exchange.finish()
+                self._exchange.abandon()
+            self._guard.check_closure(float(loss))
             step.recorded.setdefault("loss", loss)
             return loss
 
@@ -240,22 +265,40 @@ class Session:
         iterable of batches: as it gives them. With ``epochs`` all epochs up to that one are gone through, without
         it only what is left of the present one (for use inside ``session.epochs``).
         """
-        feed = self._make_feed(source, batch_size, shuffle, last, loader_options)
+        feed = make_feed(
+            source,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            last=last,
+            loader_options=loader_options,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            seeded_fetch=self._seeded,
+            largest=self._exchange.largest,
+        )
         return self._data.batches(feed, epochs)
 
     def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
         """Average a number or tensor over all workers, weighted by ``examples`` if given."""
-        return torch.as_tensor(value).detach().clone()
+        weight = 1.0 if examples is None else float(examples)
+        return self._exchange.mean(torch.as_tensor(value).detach(), weight)
 
     # Saving -----------------------------------------------------------------------------------------------
 
-    def save(self, path: str | Path | None = None) -> Path:
-        """Write a checkpoint of everything: into the run's directory, or to ``path``."""
+    def save(self, path: str | Path | None = None) -> Path | None:
+        """Write a checkpoint of everything: into the run's directory, or to ``path``.
+
+        Worker 0 writes, for all have the same state; the others return ``None`` at once.
+        """
         if self._current is not None or self._accumulating:
             raise UsageError(
                 f"step {self.steps}: save() was called inside a step or between accumulating ones; "
                 "call it after the step that updates the parameters"
             )
+        if self.rank != 0:
+            return None
+        self._guard.check_parameters(self._trainee.model)
         if path is not None:
             write_checkpoint(Path(path), self._state())
             return Path(path)
@@ -271,9 +314,10 @@ class Session:
             self.run.metrics.write(event, worker=self.rank, step=self.steps, epoch=self.epoch, **values)
 
     def close(self) -> None:
-        """Release the run's directory; leaving the ``with`` block does it."""
+        """Release the run's directory and the process group; leaving the ``with`` block does it."""
         if self.run is not None:
             self.run.close()
+        self._exchange.close()
 
     def __enter__(self) -> Self:
         return self
@@ -282,10 +326,12 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # After Ctrl-C the parameters are whole unless it fell into the update itself.
-            whole = kind is None or (issubclass(kind, KeyboardInterrupt) and not self._updating)
+            # After Ctrl-C, or when another worker died, the parameters are whole unless the update was under way.
+            whole = kind is None or (issubclass(kind, KeyboardInterrupt | CommError) and not self._updating)
             if self.run is not None and whole and self._saved_at != self.steps and not self._accumulating:
                 self.save()
+            if kind is None:
+                report("left", step=self.steps)
         finally:
             self.close()
 
@@ -295,126 +341,125 @@ class Session:
         if self._current is not None:
             raise UsageError(f"step {self.steps}: a step was opened inside another; leave the first block before")
         self._current = step
-        if not self._accumulating:
-            self._trainee.clear_gradients()
         if self._seeded:
             seed_streams(derive_seed(self.seed, self.rank, "step", self._blocks))
         self._blocks += 1
+        fresh = not self._accumulating
+        if fresh:
+            self._trainee.clear_gradients()
+            self._examples, self._total = 0, 0
+        self._count_examples(step)
+        if step.accumulate:
+            self._exchange.abandon()
+        elif step.closure is None:
+            self._arm(step)
+        if self._clock is not None:
+            self._clock.start(fresh=fresh)
+
+    def _count_examples(self, step: Step) -> None:
+        """Add up the examples of this update's blocks; the total of all workers is None where nobody knows it."""
+        batch, total = self._data.batch, None
+        if step.examples is None and batch is not None:
+            step.examples, total = batch.examples, batch.total
+        self._examples += 1 if step.examples is None else step.examples
+        self._total = self._total + total if self._total is not None and total is not None else None
+
+    def _arm(self, step: Step) -> None:
+        self._exchange.begin(examples=self._examples, total=self._total, loss=step.loss)
 
     def _end(self, step: Step, failed: bool) -> None:
         self._current = None
         self._accumulating = step.accumulate and not failed
         if failed:
+            self._exchange.abandon()
             return
-        if step.examples is None and self._data.batch is not None:
-            step.examples = self._data.batch.examples
+        outcome = self._exchange.finish() if not step.accumulate and step.closure is None else None
+        if self._clock is not None:
+            self._clock.computed(outcome)
         if step.accumulate:
             self._data.use()
             return
-        step.skipped = self._loss_is_bad(step)
+        told = outcome.loss if outcome is not None else None
+        step.skipped = self._guard.skips(step.loss(), told)
         self._updating = True
         if not step.skipped:
             self._trainee.update(step.closure)
         self.steps += 1
         self._data.use()
         self._updating = False
+        self._exchange.abandon()  # a backward pass between steps is the user's own
+        if self._clock is not None:
+            self.timing = self._clock.updated(outcome, self.rank)
         if self.run is not None:
-            self._after_update(step)
+            self._after_update(step, outcome)
 
-    def _loss_is_bad(self, step: Step) -> bool:
-        if self._on_nan == "ignore" or "loss" not in step.recorded:
-            return False
-        loss = float(step.recorded["loss"])
-        if math.isfinite(loss):
-            return False
-        if self._on_nan == "skip":
-            return True
-        raise self._bad_loss(loss, "the parameters were left as they were before this step")
-
-    def _bad_loss(self, loss: float, left: str) -> NonFiniteLossError:
+    def _where(self) -> Where:
         saved = self.run.checkpoints.files() if self.run is not None else []
-        where = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
-        return NonFiniteLossError(
-            f"worker {self.rank}, step {self.steps}: the loss is {loss}; {left}; {where}. "
-            "Lower the learning rate, or skip such steps (on_nan='skip', --on-nan skip)"
-        )
+        return Where(self.rank, self.world_size, self.steps, saved[-1] if saved else None)
 
-    def _after_update(self, step: Step) -> None:
+    def _after_update(self, step: Step, outcome: Outcome | None) -> None:
         if self.steps % self._log_every == 0:
             # Numbers are read from tensors when lines are flushed, so a GPU is not waited for here.
-            values = {key: v.detach() if isinstance(v, Tensor) else v for key, v in step.recorded.items()}
+            values = dict(step.recorded)
+            if step.skipped:
+                values["skipped"] = True
+            if outcome is not None:
+                values.update(examples=outcome.examples, workers_waited=outcome.waited_seconds)
+                values.update({} if outcome.loss is None else {"loss": outcome.loss})
+            else:
+                values["examples"] = self._examples
             rate = self._trainee.optimizers[0].param_groups[0]["lr"]
-            more = {"skipped": True} if step.skipped else {}
-            self.record("step", examples=step.examples, lr=rate, **values, **more)
+            self.record("step", lr=rate, **values, seconds=asdict(self.timing))
         if self._save_every is not None and self.steps % self._save_every == 0:
             self.save()
 
-    # Data -------------------------------------------------------------------------------------------------
-
-    def _make_feed(
-        self,
-        source: Any,
-        batch_size: int | None,
-        shuffle: bool,
-        last: Last,
-        loader_options: Mapping[str, Any],
-    ) -> Feed:
-        if isinstance(source, IterableDataset):
-            return LoaderFeed(DataLoader(source, batch_size=batch_size, **loader_options))
-        if isinstance(source, Dataset) and batch_size is None:
-            raise UsageError("batches(dataset) needs a batch_size; a DataLoader would bring its own")
-        if batch_size is None and not loader_options:
-            return LoaderFeed(source)
-        if isinstance(source, DataLoader) or not hasattr(source, "__getitem__"):
-            wrong = ["batch_size"] if batch_size is not None else sorted(loader_options)
-            raise UsageError(f"{type(source).__name__} makes its own batches; leave out {', '.join(wrong)}")
-        assert batch_size is not None
-        sampler = ShardedSampler(
-            num_samples=len(source),
-            batch_size=batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            seed=self.seed,
-            shuffle=shuffle,
-            last=last,
-        )
-        return DatasetFeed(source, sampler, seeded_fetch=self._seeded, loader_options=loader_options)
-
     # State ------------------------------------------------------------------------------------------------
 
-    def _start(self, resume: bool | str | Path, config: Mapping[str, Any]) -> None:
-        metrics_bytes = 0
-        if isinstance(resume, str | Path):
-            self._load(Path(resume), read_checkpoint(Path(resume)))
-        elif resume and self.run is not None:
-            metrics_bytes = self._resume_run(self.run)
-        elif resume:
+    def _start(self, path: Path | None, resume: bool | str | Path, config: Mapping[str, Any]) -> None:
+        """Load what is to be resumed (worker 0 reads, the others get it from there) and open the run."""
+        if resume is True and path is None:
             raise UsageError("resume=True needs a run directory: join(..., run='runs/mine', resume=True)")
+        if resume:
+            found = self._find_checkpoint(Path(resume) if not isinstance(resume, bool) else None)
+            state = self._exchange.share(found)
+            if state is not None:
+                self._load(state)
         if self.run is not None:
-            self.run.open_metrics(metrics_bytes)
+            self.run.open_metrics(self._metrics_bytes)
             self.run.write_config({**self._describe(), **config})
+        report("joined", step=self.steps)
 
-    def _resume_run(self, run: Run) -> int:
+    def _find_checkpoint(self, file: Path | None) -> dict[str, Any] | None:
+        """The checkpoint to go on from: the file named, or the run's newest that can be used."""
+        if self.rank != 0:
+            return None
+        if file is not None:
+            return self._checked(file, read_checkpoint(file))
+        assert self.run is not None, "worker 0 has the run"
         refused = []
-        for file, state in run.checkpoints.newest():
+        for candidate, state in self.run.checkpoints.newest():
             try:
                 if isinstance(state, CheckpointError):
                     raise state
-                self._load(file, state)
+                found = self._checked(candidate, state)
             except CheckpointError as error:
                 logger.warning("%s; going back to the checkpoint before it", error)
                 refused.append(str(error))
                 continue
-            self._saved_at = self.steps
-            return int(state["session"]["metrics_bytes"])
+            self._saved_at = found["session"]["steps"]
+            self._metrics_bytes = found["session"]["metrics_bytes"]
+            return found
         if refused:
-            raise CheckpointError(f"no usable checkpoint in {run.checkpoints.path}: " + "; ".join(refused))
-        return 0
+            raise CheckpointError(f"no usable checkpoint in {self.run.checkpoints.path}: " + "; ".join(refused))
+        return None
 
-    def _load(self, file: Path, state: Mapping[str, Any]) -> None:
+    def _checked(self, file: Path, state: dict[str, Any]) -> dict[str, Any]:
         mismatch = self._trainee.mismatch(state["trainee"])
         if mismatch is not None:
             raise CheckpointError(f"{file} belongs to something else: {mismatch}")
+        return state
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._trainee.load_state_dict(state["trainee"])
         self._data.load_state_dict(state["data"])
         session = state["session"]
@@ -449,6 +494,12 @@ class Session:
             "model": type(self._trainee.model).__name__,
             "optimizers": [type(optimizer).__name__ for optimizer in self._trainee.optimizers],
         }
+
+
+def _place() -> tuple[int, int] | None:
+    """This process's rank and the number of workers, if a launcher started it."""
+    world = read_world()
+    return (world.rank, world.size) if world is not None else None
 
 
 def _as_tuple(what: str, given: Any, kind: type) -> tuple[Any, ...]:

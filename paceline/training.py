@@ -11,15 +11,18 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
+from paceline.data.feed import DatasetFeed, Fetched
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError, unknown_name
+from paceline.guard import OnNaN
+from paceline.launch.environment import read_world
 from paceline.optim import make_optimizer
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.schedules import ScheduleConfig
 from paceline.seeding import derive_seed, seed_streams
-from paceline.session import OnNaN, Session, join
+from paceline.session import Session, join
 
 Precision = Literal["fp32", "bf16"]
 
@@ -67,7 +70,8 @@ class Progress:
     total_steps: int
     epoch: int
     loss: float
-    examples_per_second: float
+    examples_per_second: float  # of all workers
+    timing: dict[str, float]  # seconds of the last update, as in paceline.Timing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,7 @@ class TrainResult:
     steps: int
     epochs: int
     seconds: float  # of this process; a resumed run counts from its resumption
+    workers: int
     run: str | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,25 +104,42 @@ def train(config: TrainConfig, problem: Problem | None = None, watch: Watch | No
     return _Training(config, problem, watch).run()
 
 
+def training_sampler(config: TrainConfig, problem: Problem, workers: int) -> ShardedSampler:
+    """Make the sampler that deals the problem's training data out; one that cannot be is an error."""
+    return ShardedSampler(
+        num_samples=len(problem.train),  # type: ignore[arg-type]  # a Dataset with a length
+        batch_size=config.batch_size or problem.recipe.batch_size,
+        world_size=workers,
+    )
+
+
 def load_config_problem(config: TrainConfig) -> Problem:
     """Load the problem that a configuration names."""
     data = Path(config.data) if config.data is not None else None
     return load_problem(config.problem, ProblemOptions(data=data, model=config.model, seed=config.seed))
 
 
-def evaluate(model: nn.Module, problem: Problem, device: torch.device | None = None) -> tuple[float, float]:
-    """Measure the mean loss and the metric on the problem's test data; the model's mode is put back after."""
+def evaluate(
+    model: nn.Module, problem: Problem, device: torch.device | None = None, *, rank: int = 0, world_size: int = 1
+) -> tuple[float, float, int]:
+    """Measure the mean loss, the metric and the number of examples on a worker's share of the test data.
+
+    The model is put into evaluation mode for it, and back after.
+    """
     was_training = model.training
     model.eval()
-    sums, examples = [0.0, 0.0], 0
+    loss = value = 0.0
+    examples = 0
     with torch.no_grad():
-        for inputs, targets in _evaluation_batches(problem.test):
-            outputs, targets = model(inputs.to(device)), targets.to(device)
-            for place, measure in enumerate((problem.loss, problem.metric.measure)):
-                sums[place] += float(measure(outputs, targets)) * len(inputs)
-            examples += len(inputs)
+        for batch in _evaluation_batches(problem.test, rank, world_size):
+            if batch.examples:
+                inputs, targets = (tensor.to(device) for tensor in batch.data)
+                outputs = model(inputs)
+                loss += float(problem.loss(outputs, targets)) * batch.examples
+                value += float(problem.metric.measure(outputs, targets)) * batch.examples
+                examples += batch.examples
     model.train(was_training)
-    return sums[0] / examples, sums[1] / examples
+    return loss / max(1, examples), value / max(1, examples), examples
 
 
 class _Training:
@@ -151,14 +173,20 @@ class _Training:
                 steps=session.steps,
                 epochs=session.epoch,
                 seconds=time.perf_counter() - started,
+                workers=session.world_size,
                 run=self.config.run,
             )
 
     def _join(self) -> Session:
         config = self.config
-        steps_per_epoch = self._sampler(world_size=1).steps_per_epoch
+        world = read_world()
+        workers = world.size if world is not None else 1
+        steps_per_epoch = self._sampler(workers).steps_per_epoch
         scheduler = config.schedule.build(
-            self.optimizer, steps_per_epoch=steps_per_epoch, epochs=self.epochs, batch=self.batch_size
+            self.optimizer,
+            steps_per_epoch=steps_per_epoch,
+            epochs=self.epochs,
+            batch=self.batch_size * workers,
         )
         return join(
             self.model,
@@ -175,12 +203,8 @@ class _Training:
             config={"train": asdict(config)},
         )
 
-    def _sampler(self, world_size: int) -> ShardedSampler:
-        return ShardedSampler(
-            num_samples=len(self.problem.train),  # type: ignore[arg-type]  # a Dataset with a length
-            batch_size=self.batch_size,
-            world_size=world_size,
-        )
+    def _sampler(self, workers: int) -> ShardedSampler:
+        return training_sampler(self.config, self.problem, workers)
 
     def _train(self, session: Session, started: float) -> None:
         total_steps = self._sampler(session.world_size).steps_per_epoch * self.epochs
@@ -191,16 +215,16 @@ class _Training:
                 if session.steps >= total_steps:
                     return
                 loss = self._step(session, inputs.to(self.device), targets.to(self.device))
-                examples += len(inputs)
+                examples += len(inputs) * session.world_size
                 if self.watch is not None:
-                    rate = examples / (time.perf_counter() - started)
                     self.watch(
                         Progress(
                             step=session.steps,
                             total_steps=total_steps,
                             epoch=session.epoch,
                             loss=float(loss),
-                            examples_per_second=rate,
+                            examples_per_second=examples / (time.perf_counter() - started),
+                            timing=asdict(session.timing),
                         )
                     )
             if self.config.evaluate:
@@ -210,15 +234,19 @@ class _Training:
         if self.needs_closure:
             return session.minimize(lambda: self._backward(inputs, targets))
         with session.step() as step:
-            loss = self._backward(inputs, targets)
-            step.record(loss=loss)
-        return loss
+            loss = self._loss(inputs, targets)
+            step.record(loss=loss)  # before backward: it then travels with the gradients
+            torch.autograd.backward(loss)
+        return loss.detach()
 
     def _backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self._autocast():
-            loss = self.problem.loss(self.model(inputs), targets)
+        loss = self._loss(inputs, targets)
         torch.autograd.backward(loss)
         return loss.detach()
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._autocast():
+            return self.problem.loss(self.model(inputs), targets)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.config.precision == "fp32":
@@ -228,15 +256,20 @@ class _Training:
     def _evaluation(self, session: Session) -> tuple[float, float]:
         """Evaluate the parameters as they are, unless that was just done."""
         if self.evaluated is None or self.evaluated[0] != session.steps:
-            loss, value = evaluate(self.model, self.problem, self.device)
+            rank, world_size = session.rank, session.world_size
+            *own, examples = evaluate(self.model, self.problem, self.device, rank=rank, world_size=world_size)
+            loss, value = session.mean(torch.tensor(own, dtype=torch.float64), examples=examples).tolist()
             session.record("evaluation", test_loss=loss, **{self.problem.metric.name: value})
             self.evaluated = session.steps, (loss, value)
         return self.evaluated[1]
 
 
-def _evaluation_batches(dataset: Dataset[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    # A generator of its own: making a loader's iterator would draw from the global streams.
-    return iter(DataLoader(dataset, batch_size=500, generator=torch.Generator()))
+def _evaluation_batches(dataset: Dataset[Any], rank: int, world_size: int) -> Iterator[Fetched]:
+    samples = len(dataset)  # type: ignore[arg-type]  # a Dataset with a length
+    if world_size > samples:
+        rank, world_size = 0, 1  # too few to share out
+    sampler = ShardedSampler(samples, min(500, samples // world_size), rank, world_size, shuffle=False)
+    return DatasetFeed(dataset, sampler).start(0, 0)
 
 
 def _pick_device(name: str) -> torch.device:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
 
 # Times are noisy on shared machines, so no example has a deadline.
 hypothesis.settings.register_profile("paceline", deadline=None)
@@ -30,3 +38,39 @@ def data_dir() -> Path:
     if not (path / "mnist").is_dir():
         pytest.skip(f"no real data in {path}; set PACELINE_TEST_DATA")
     return path
+
+
+class World:
+    """Run a function on n workers that are threads of this process, each with a process group of its own."""
+
+    deadline = 60.0
+
+    def __call__(self, workers: int, work: Callable[[Any], T], *, timeout: float = 20.0) -> list[T]:
+        """Call ``work(group)`` on every worker and give their results; if one fails, raise its error."""
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        results: dict[int, T] = {}
+        failures: list[BaseException] = []
+
+        def worker(rank: int) -> None:
+            try:
+                results[rank] = work(dist.ProcessGroupGloo(store, rank, workers, timedelta(seconds=timeout)))
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=worker, args=(rank,), daemon=True) for rank in range(workers)]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + self.deadline
+        # A failed worker's neighbours wait for it until their group's timeout; nobody here waits for them.
+        while any(thread.is_alive() for thread in threads) and not failures and time.monotonic() < end:
+            threads[0].join(0.01)
+            time.sleep(0.001)
+        if failures:
+            raise failures[0]
+        assert len(results) == workers, f"workers {sorted(set(range(workers)) - set(results))} are still running"
+        return [results[rank] for rank in range(workers)]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()

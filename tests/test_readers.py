@@ -114,22 +114,23 @@ def test_no_usable_directory(tmp_path: Path, make_data: Callable[[Path], Path | 
 GOOD_IDX = idx_bytes(np.arange(12, dtype=np.uint8).reshape(3, 4))
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "this one with nothing"),
-        (b"\x00\x00\x08\x01" + GOOD_IDX[4:], "starts with 00000802, this one with 00000801"),
-        (b"\x00\x00\x0d\x02" + GOOD_IDX[4:], "this one with 00000d02"),
-        (b"<html>not found</html>", "starts with 00000802"),
-        (GOOD_IDX[:9], "cut short inside its header of 12 bytes"),
-        (GOOD_IDX[:-1], r"promises 24 bytes for the shape \(3, 4\), found 23"),
-        (GOOD_IDX + b"\x00", r"promises 24 bytes .* found 25"),
-        (idx_bytes(np.zeros((0, 4), dtype=np.uint8)), r"holds no examples, its shape is \(0, 4\)"),
-        (gzip.compress(GOOD_IDX)[:-3], "cannot be read"),
-        (gzip.compress(GOOD_IDX[:-1]), "found 23"),
-    ],
-)
-def test_broken_idx_files(tmp_path: Path, content: bytes, reason: str) -> None:
+BROKEN_IDX = {
+    "empty": (b"", "this one with nothing"),
+    "one dimension": (b"\x00\x00\x08\x01" + GOOD_IDX[4:], "starts with 00000802, this one with 00000801"),
+    "floats": (b"\x00\x00\x0d\x02" + GOOD_IDX[4:], "this one with 00000d02"),
+    "a web page": (b"<html>not found</html>", "starts with 00000802"),
+    "cut in the header": (GOOD_IDX[:9], "cut short inside its header of 12 bytes"),
+    "one byte short": (GOOD_IDX[:-1], r"promises 24 bytes for the shape \(3, 4\), found 23"),
+    "one byte long": (GOOD_IDX + b"\x00", r"promises 24 bytes .* found 25"),
+    "no examples": (idx_bytes(np.zeros((0, 4), dtype=np.uint8)), r"holds no examples, its shape is \(0, 4\)"),
+    "gzip cut short": (gzip.compress(GOOD_IDX)[:-3], "cannot be read"),
+    "gzip of a short file": (gzip.compress(GOOD_IDX[:-1]), "found 23"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_IDX)
+def test_broken_idx_files(tmp_path: Path, case: str) -> None:
+    content, reason = BROKEN_IDX[case]
     path = tmp_path / "values-idx2-ubyte"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=f"values-idx2-ubyte: .*{reason}"):
@@ -167,16 +168,20 @@ def test_mnist_parts_must_fit_together(tmp_path: Path) -> None:
         read_mnist(tmp_path / "range", "train")
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "found 0 bytes"),
-        (cifar_bytes([1, 2])[:-1], "wanted records of 3073 bytes, found 6145 bytes; it is cut short"),
-        (cifar_bytes([1, 10, 2]), "wanted labels from 0 to 9, found 10 at example 1"),
-        (gzip.compress(cifar_bytes([1]))[:50], "cannot be read"),
-    ],
-)
-def test_broken_cifar_files(tmp_path: Path, content: bytes, reason: str) -> None:
+BROKEN_CIFAR = {
+    "empty": (b"", "found 0 bytes"),
+    "one byte short": (
+        cifar_bytes([1, 2])[:-1],
+        "wanted records of 3073 bytes, found 6145 bytes; it is cut short",
+    ),
+    "label out of range": (cifar_bytes([1, 10, 2]), "wanted labels from 0 to 9, found 10 at example 1"),
+    "gzip cut short": (gzip.compress(cifar_bytes([1]))[:50], "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_CIFAR)
+def test_broken_cifar_files(tmp_path: Path, case: str) -> None:
+    content, reason = BROKEN_CIFAR[case]
     (tmp_path / "test_batch.bin").write_bytes(content)
     with pytest.raises(UsageError, match=rf"test_batch\.bin: .*{reason}"):
         read_cifar10_test(tmp_path)
@@ -211,22 +216,23 @@ def test_digits_round_trip(tmp_path: Path) -> None:
     assert np.array_equal(labels.numpy(), rows[:, 64])
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("", "holds no examples"),
-        ("\n\n", "holds no examples"),
-        (GOOD_LINE[:-2], "wanted 65 integers a line, found 64"),
-        (f"{GOOD_LINE}\n{GOOD_LINE[:-2]}", "wanted lines of 65 integers"),
-        (f"{GOOD_LINE}\n" + GOOD_LINE.replace("9", "nine"), "wanted lines of 65 integers"),
-        (GOOD_LINE.replace("16", "17"), "wanted pixels from 0 to 16, found 17 to 17"),
-        (GOOD_LINE.replace("16", "-1"), "wanted pixels from 0 to 16, found -1 to -1"),
-        (GOOD_LINE[:-1] + "12", "wanted labels from 0 to 9, found 12 at example 0"),
-        (GOOD_LINE[:-1] + "256", "wanted labels from 0 to 9, found 256 at example 0"),
-        (GOOD_LINE[:-1] + "-1", "wanted labels from 0 to 9, found -1 at example 0"),
-    ],
-)
-def test_broken_digits(tmp_path: Path, content: str, reason: str) -> None:
+BROKEN_DIGITS = {
+    "empty": ("", "holds no examples"),
+    "blank": ("\n\n", "holds no examples"),
+    "one column short": (GOOD_LINE[:-2], "wanted 65 integers a line, found 64"),
+    "ragged": (f"{GOOD_LINE}\n{GOOD_LINE[:-2]}", "wanted lines of 65 integers"),
+    "a word": (f"{GOOD_LINE}\n" + GOOD_LINE.replace("9", "nine"), "wanted lines of 65 integers"),
+    "pixel too large": (GOOD_LINE.replace("16", "17"), "wanted pixels from 0 to 16, found 17 to 17"),
+    "pixel negative": (GOOD_LINE.replace("16", "-1"), "wanted pixels from 0 to 16, found -1 to -1"),
+    "label too large": (GOOD_LINE[:-1] + "12", "wanted labels from 0 to 9, found 12 at example 0"),
+    "label beyond a byte": (GOOD_LINE[:-1] + "256", "wanted labels from 0 to 9, found 256 at example 0"),
+    "label negative": (GOOD_LINE[:-1] + "-1", "wanted labels from 0 to 9, found -1 at example 0"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_DIGITS)
+def test_broken_digits(tmp_path: Path, case: str) -> None:
+    content, reason = BROKEN_DIGITS[case]
     (tmp_path / "digits.csv").write_text(content)
     with pytest.raises(UsageError, match=rf"digits\.csv: {reason}"):
         read_digits(tmp_path / "digits.csv")

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
-from paceline.data.sampler import Shard, ShardedSampler
+from paceline.data.sampler import Last, Shard, ShardedSampler
+from paceline.errors import UsageError
 from paceline.seeding import derive_seed, seed_streams
 
 
@@ -61,7 +70,8 @@ class DatasetFeed:
         shards = self._sampler.epoch(epoch, consumed)
         if type(self._dataset) is TensorDataset and not self._options:
             for shard in shards:
-                data = [tensor[shard.indices] for tensor in self._dataset.tensors]
+                places = _to_fetch(shard)
+                data = [tensor[places] for tensor in self._dataset.tensors]
                 yield Fetched(data, len(shard.indices), shard.total, shard.consumed_after)
             return
         pending, requested = itertools.tee(shards)  # a loader with workers asks ahead of what it has given
@@ -74,10 +84,9 @@ class DatasetFeed:
         generator.manual_seed(derive_seed(self._sampler.seed, "loader", epoch))
         in_workers = self._options.get("num_workers", 0) > 0
         seed = self._sampler.seed if self._seeded_fetch or in_workers else None
-        requests: Any = ([shard] for shard in shards)
-        return DataLoader(
-            _ShardFetch(self._dataset, seed), batch_sampler=requests, generator=generator, **self._options
-        )
+        requests: Any = ([(shard.number, _to_fetch(shard).tolist())] for shard in shards)
+        fetch = _NumberedFetch(self._dataset, seed, epoch)
+        return DataLoader(fetch, batch_sampler=requests, generator=generator, **self._options)
 
 
 class LoaderFeed:
@@ -85,12 +94,17 @@ class LoaderFeed:
 
     An epoch is taken up in its middle by drawing the batches before it again and letting them go: slower than
     ``session.batches(dataset, ...)``, but right for any sampler and for iterable data sets.
+
+    Workers whose loaders give fewer batches than another's go on with their last one at weight 0, so that all make the
+    same number of steps; ``largest`` finds the maximum of a number over all workers.
     """
 
     shuffles_by_streams = True
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[Any], *, world_size: int, largest: Callable[[int], int]) -> None:
         self._loader = loader
+        self._world_size = world_size
+        self._largest = largest
 
     def start(self, epoch: int, consumed: int) -> Iterator[Fetched]:
         set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
@@ -99,10 +113,84 @@ class LoaderFeed:
         rest = iter(self._loader)
         for _ in range(consumed):
             next(rest, None)
-        return (
-            Fetched(data, count_examples(data), None, number)
-            for number, data in enumerate(rest, consumed + 1)
+        own = (Fetched(data, count_examples(data), None, number) for number, data in enumerate(rest, consumed + 1))
+        return own if self._world_size == 1 else self._as_long_as_the_longest(own)
+
+    def _as_long_as_the_longest(self, own: Iterator[Fetched]) -> Iterator[Fetched]:
+        """Ask before every batch whether anybody has one left: nobody knows how long an iterable is."""
+        borrowed: Fetched | None = None
+        while True:
+            batch = next(own, None)
+            if not self._largest(int(batch is not None)):
+                return
+            if batch is None and borrowed is None:
+                raise UsageError(
+                    "this worker's loader gave no batch at all while others' did; give it a share of the data"
+                )
+            borrowed = batch or replace(cast(Fetched, borrowed), examples=0)
+            yield borrowed
+
+
+def make_feed(
+    source: Any,
+    *,
+    batch_size: int | None,
+    shuffle: bool,
+    last: Last,
+    loader_options: Mapping[str, Any],
+    rank: int,
+    world_size: int,
+    seed: int,
+    seeded_fetch: bool,
+    largest: Callable[[int], int],
+) -> Feed:
+    """Choose how to feed a worker from ``source``: a data set, a loader, or any iterable of batches."""
+    if world_size > 1 and isinstance(source, DataLoader) and _can_be_sharded(source) and batch_size is None:
+        batch_size, loader_options = source.batch_size, {**_options_of(source), **loader_options}
+        shuffle, last = isinstance(source.sampler, RandomSampler), "drop" if source.drop_last else "short"
+        source = source.dataset
+    if isinstance(source, IterableDataset):
+        source = DataLoader(source, batch_size=batch_size, **loader_options)
+    elif batch_size is not None or loader_options or (isinstance(source, Dataset)):
+        _check_indexable(source, batch_size, loader_options)
+        assert batch_size is not None
+        sampler = ShardedSampler(
+            num_samples=len(source),
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            shuffle=shuffle,
+            last=last,
         )
+        return DatasetFeed(source, sampler, seeded_fetch=seeded_fetch, loader_options=loader_options)
+    return LoaderFeed(source, world_size=world_size, largest=largest)
+
+
+def _check_indexable(source: Any, batch_size: int | None, loader_options: Mapping[str, Any]) -> None:
+    if isinstance(source, DataLoader) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+        wrong = [*(["batch_size"] if batch_size is not None else []), *sorted(loader_options)]
+        raise UsageError(f"{type(source).__name__} makes its own batches; leave out {', '.join(wrong)}")
+    if batch_size is None:
+        raise UsageError("batches(dataset) needs a batch_size; a DataLoader would bring its own")
+
+
+def _can_be_sharded(loader: DataLoader[Any]) -> bool:
+    """Whether a loader goes through a whole data set in torch's own way, so that workers can share it out."""
+    plain = type(loader.sampler) in (RandomSampler, SequentialSampler) and type(loader.batch_sampler) is BatchSampler
+    return plain and not (isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement)
+
+
+def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+    if loader.num_workers > 0:
+        names += ["prefetch_factor", "persistent_workers"]
+    return {name: getattr(loader, name) for name in names}
+
+
+def _to_fetch(shard: Shard) -> Tensor:
+    """The shard's samples; for an empty one a borrowed sample, so that its worker can take part at weight 0."""
+    return shard.indices if len(shard.indices) else torch.tensor([0])
 
 
 def count_examples(data: Any) -> int:
@@ -116,18 +204,18 @@ def count_examples(data: Any) -> int:
     return 0
 
 
-class _ShardFetch(Dataset[Any]):
-    """Fetch a whole shard, seeding the random streams from its number if given a seed."""
+class _NumberedFetch(Dataset[Any]):
+    """Fetch a whole batch, seeding the random streams from its number if given a seed."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int | None) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int | None, epoch: int) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._epoch = epoch
 
-    def __getitems__(self, shards: Sequence[Shard]) -> list[Any]:
-        (shard,) = shards
+    def __getitems__(self, requests: Sequence[tuple[int, list[int]]]) -> list[Any]:
+        ((number, places),) = requests
         if self._seed is not None:
-            seed_streams(derive_seed(self._seed, "batch", shard.epoch, shard.number))
-        places = shard.indices.tolist()
+            seed_streams(derive_seed(self._seed, "batch", self._epoch, number))
         if hasattr(self._dataset, "__getitems__"):
             return list(self._dataset.__getitems__(places))
         return [self._dataset[place] for place in places]

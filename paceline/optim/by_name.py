@@ -28,11 +28,7 @@ def _kebab(class_name: str) -> str:
 
 def _torch_optimizers() -> dict[str, type[Optimizer]]:
     classes = [item for item in vars(torch.optim).values() if isinstance(item, type)]
-    return {
-        _kebab(item.__name__): item
-        for item in classes
-        if issubclass(item, Optimizer) and item is not Optimizer
-    }
+    return {_kebab(item.__name__): item for item in classes if issubclass(item, Optimizer) and item is not Optimizer}
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {

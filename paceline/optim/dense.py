@@ -16,9 +16,7 @@ class DenseOptimizer(torch.optim.Optimizer):
     """An optimizer written as ``update``, the rule for one parameter that has a dense gradient."""
 
     @abstractmethod
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Change ``parameter`` and its ``state`` in place; runs without recording gradients."""
 
     @overload

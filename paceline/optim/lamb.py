@@ -46,9 +46,7 @@ class LAMB(DenseOptimizer):
         require_fraction(beta1=betas[0], beta2=betas[1])
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Take one step along Adam's direction, scaled to the norm of the parameter."""
         weight, gradient = as_real(parameter), as_real(gradient)
         if not state:
@@ -63,9 +61,7 @@ class LAMB(DenseOptimizer):
         weight.add_(direction.mul_(ratio), alpha=-group["lr"])
 
 
-def _adam_direction(
-    gradient: Tensor, state: dict[str, Any], *, betas: tuple[float, float], eps: float
-) -> Tensor:
+def _adam_direction(gradient: Tensor, state: dict[str, Any], *, betas: tuple[float, float], eps: float) -> Tensor:
     mean: Tensor = state["exp_avg"]
     square: Tensor = state["exp_avg_sq"]
     step: float = state["step"].item()

@@ -57,9 +57,7 @@ class LARS(DenseOptimizer):
         }
         super().__init__(params, options)
 
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Take one step of momentum along the layer's own scale of the gradient."""
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)

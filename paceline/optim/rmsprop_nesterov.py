@@ -53,9 +53,7 @@ class NesterovRMSprop(DenseOptimizer):
         options = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__(params, options)
 
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Take one step at the look-ahead point."""
         point, gradient = as_real(parameter), as_real(gradient)
         if not state:

@@ -39,9 +39,7 @@ def choose_model(
     if name not in MODELS:
         raise unknown_name("model", name, fitting)
     if name not in fitting:
-        raise UsageError(
-            f"the model {name!r} does not fit the problem {problem!r}; choose from {', '.join(fitting)}"
-        )
+        raise UsageError(f"the model {name!r} does not fit the problem {problem!r}; choose from {', '.join(fitting)}")
     return partial(fitting[name], input_shape, num_classes)
 
 

@@ -82,8 +82,7 @@ def read_idx(path: Path, *, num_dims: int) -> Tensor:
     wanted = header + math.prod(shape)
     if len(content) != wanted:
         raise UsageError(
-            f"{path}: its header promises {wanted} bytes for the shape {shape}, "
-            f"found {len(content)}; fetch it again"
+            f"{path}: its header promises {wanted} bytes for the shape {shape}, found {len(content)}; fetch it again"
         )
     if not math.prod(shape):
         raise UsageError(f"{path}: holds no examples, its shape is {shape}")

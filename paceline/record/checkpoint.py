@@ -56,8 +56,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise CheckpointError(
-                    f"{path} is not a Paceline checkpoint: its format is {metadata.get('format')!r}, "
-                    f"wanted {FORMAT!r}"
+                    f"{path} is not a Paceline checkpoint: its format is {metadata.get('format')!r}, wanted {FORMAT!r}"
                 )
             # Copies: the tensors of safe_open live in a mapping of a file that may be pruned meanwhile.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118

@@ -36,9 +36,7 @@ class MetricsWriter:
     def flush(self) -> int:
         """Write what is pending and return the file's length."""
         for values in self._pending:
-            numbers = {
-                key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()
-            }
+            numbers = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
             self._file.write(json.dumps(numbers).encode() + b"\n")
         self._pending.clear()
         self._file.flush()

@@ -43,8 +43,7 @@ class Run:
         try:
             if not resume and (self.metrics_file.exists() or self.checkpoints.files()):
                 raise UsageError(
-                    f"{self.path} already holds a run; resume it (resume=True, --resume) "
-                    "or choose another directory"
+                    f"{self.path} already holds a run; resume it (resume=True, --resume) or choose another directory"
                 )
             self.checkpoints.clear_leftovers()
         except BaseException:

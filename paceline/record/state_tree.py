@@ -68,10 +68,7 @@ def _pack_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor
     plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
     if plain and not isinstance(value, Counter):
         return {key: _pack(item, f"{path}.{key}", tensors) for key, item in value.items()}
-    pairs = [
-        [_pack(key, f"{path}.key", tensors), _pack(item, f"{path}.{key}", tensors)]
-        for key, item in value.items()
-    ]
+    pairs = [[_pack(key, f"{path}.key", tensors), _pack(item, f"{path}.{key}", tensors)] for key, item in value.items()]
     return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
 
 

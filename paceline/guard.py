@@ -1,0 +1,87 @@
+"""What becomes of a loss that is NaN or infinite: the run stops, or all workers skip the step, or nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from paceline.errors import CommError, NonFiniteLossError
+
+OnNaN = Literal["stop", "skip", "ignore"]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Who found a bad loss, when, and what there is to go back to."""
+
+    rank: int
+    world_size: int
+    step: int
+    checkpoint: Path | None
+
+    def __str__(self) -> str:
+        return f"worker {self.rank}, step {self.step}"
+
+    @property
+    def way_back(self) -> str:
+        return f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else "there is no checkpoint"
+
+
+@dataclass(frozen=True)
+class LossGuard:
+    """Keep losses that are not finite out of the parameters, and such parameters out of checkpoints.
+
+    ``locate`` says where we are; it looks for checkpoints, so it is asked only when something is wrong.
+    """
+
+    on_nan: OnNaN
+    locate: Callable[[], Where]
+
+    def skips(self, own: float | None, everybody: float | None) -> bool:
+        """Tell whether to skip the update, all workers alike; raise if a bad loss is to stop the run.
+
+        ``everybody`` is the mean over all workers, known where losses were recorded before backward.
+        """
+        if self.on_nan == "ignore":
+            return False
+        bad = next((loss for loss in (own, everybody) if loss is not None and not math.isfinite(loss)), None)
+        if bad is None:
+            return False
+        where = self.locate()
+        if self.on_nan == "skip" and where.world_size > 1 and everybody is None:
+            raise self._error(bad, "workers can only skip together if the loss is recorded before backward()")
+        if self.on_nan == "skip":
+            return True
+        if own is not None and math.isfinite(own):
+            raise CommError(f"{where}: the loss of another worker is {bad}")
+        raise self._error(bad, "the parameters were left as they were before this step")
+
+    def check_closure(self, loss: float) -> None:
+        """Refuse a bad loss inside an optimizer that evaluates it several times, where skipping is impossible."""
+        if self.on_nan != "ignore" and not math.isfinite(loss):
+            raise self._error(loss, "the update that was under way was given up")
+
+    def check_parameters(self, model: nn.Module) -> None:
+        """Refuse to save parameters that are not finite, however they became so."""
+        if self.on_nan == "ignore":
+            return
+        for name, parameter in model.named_parameters():
+            if not torch.isfinite(parameter).all():
+                where = self.locate()
+                raise NonFiniteLossError(
+                    f"{where}: {name} is no longer finite, so no checkpoint is written; {where.way_back}. "
+                    "Lower the learning rate, or save it all the same (on_nan='ignore', --on-nan ignore)"
+                )
+
+    def _error(self, loss: float, left: str) -> NonFiniteLossError:
+        where = self.locate()
+        return NonFiniteLossError(
+            f"{where}: the loss is {loss}; {left}; {where.way_back}. "
+            "Lower the learning rate, or skip such steps (on_nan='skip', --on-nan skip)"
+        )

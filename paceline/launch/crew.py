@@ -1,0 +1,170 @@
+"""The workers of one host as processes: started, heard, signalled and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.launch.culprit import Life
+from paceline.launch.environment import REPORT_DESCRIPTOR, worker_environment
+from paceline.launch.guard import Guard, sweep
+from paceline.launch.streams import Copier, Screen
+
+_TICK = 0.05  # seconds between looks at the processes
+
+
+class Worker:
+    """One worker: a process that leads a session and group of its own, and the threads that read its pipes."""
+
+    def __init__(
+        self,
+        life: Life,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        alone: bool,
+        screen: Screen,
+        heard: Callable[[Life, dict[str, Any]], None],
+    ) -> None:
+        reading, writing = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.launch.worker", *command],
+                env={**environment, REPORT_DESCRIPTOR: str(writing)},
+                stdin=None if alone else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(writing,),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        self.life = life
+        prefix = "" if alone else f"[{life.rank}] "
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self.copiers = [
+            Copier(self.process.stdout, screen, "stdout", prefix=prefix),
+            Copier(self.process.stderr, screen, "stderr", prefix=prefix),
+        ]
+        self.listener = threading.Thread(target=self._listen, args=(reading, heard), daemon=True)
+        for thread in (*self.copiers, self.listener):
+            thread.start()
+
+    def _listen(self, descriptor: int, heard: Callable[[Life, dict[str, Any]], None]) -> None:
+        with os.fdopen(descriptor, "rb") as pipe:
+            for line in pipe:
+                try:
+                    report = json.loads(line)
+                except ValueError:  # cut off by the worker's death
+                    continue
+                if isinstance(report, dict) and {"event", "at"} <= report.keys():
+                    heard(self.life, report)
+
+
+class Crew:
+    """All workers of a run; leaving its ``with`` block leaves no process behind."""
+
+    def __init__(self, on_report: Callable[[int, dict[str, Any]], None] | None = None) -> None:
+        self.screen = Screen()
+        self.lives: list[Life] = []
+        self._on_report = on_report
+        self._reports: queue.SimpleQueue[tuple[Life, dict[str, Any]]] = queue.SimpleQueue()
+        self._workers: list[Worker] = []
+        self._guard = Guard()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._on_report = None  # nothing it raises may keep us from ending
+        self.kill()
+        copiers = [copier for worker in self._workers for copier in worker.copiers]
+        for copier in copiers:
+            copier.finish()
+        for copier in copiers:
+            copier.join()
+        self._guard.dismiss()
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        workers: int,
+        port: int,
+        policy: str | None,
+        environment: Mapping[str, str] | None,
+    ) -> None:
+        """Start the workers. The calling thread must outlive them: to the kernel it is the parent they die with."""
+        for rank in range(workers):
+            life = Life(rank=rank)
+            worker = Worker(
+                life,
+                command,
+                worker_environment(rank=rank, workers=workers, port=port, policy=policy, base=environment),
+                alone=workers == 1,
+                screen=self.screen,
+                heard=lambda life, report: self._reports.put((life, report)),
+            )
+            self._guard.watch(worker.process.pid)
+            self.lives.append(life)
+            self._workers.append(worker)
+
+    @property
+    def running(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.life.code is None]
+
+    def wait(self, seconds: float = _TICK, *, until: Callable[[], bool] = lambda: False) -> None:
+        """Take in reports and endings for a while, or until all have ended or ``until`` says so."""
+        deadline = time.monotonic() + seconds
+        while self.running and not until() and (left := deadline - time.monotonic()) > 0:
+            self._hear(min(_TICK, left))
+            self._reap()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to each running worker; what becomes of its children is the worker's business."""
+        for worker in self.running:
+            worker.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the running workers at once."""
+        self.signal(signal.SIGKILL)
+        while self.running:
+            self.wait()
+
+    def _hear(self, seconds: float) -> None:
+        """Wait for a report, and take in all that there are."""
+        try:
+            life, report = self._reports.get(timeout=seconds)
+            while True:
+                life.hear(report)
+                if self._on_report is not None:
+                    self._on_report(life.rank, report)
+                life, report = self._reports.get_nowait()
+        except queue.Empty:
+            return
+
+    def _reap(self) -> None:
+        """Notice which workers have ended, end their children, and take in their last reports before that."""
+        ended = [worker for worker in self.running if worker.process.poll() is not None]
+        if not ended:
+            return
+        now = time.time()
+        sweep(worker.process.pid for worker in ended)
+        for worker in ended:
+            self._guard.forget(worker.process.pid)
+            worker.listener.join(timeout=1)
+        self._hear(0)
+        for worker in ended:
+            worker.life.code = worker.process.returncode
+            worker.life.ended_at = now

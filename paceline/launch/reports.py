@@ -1,0 +1,69 @@
+"""A worker's line to its supervisor: events as lines of JSON through an inherited pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import threading
+import time
+
+from paceline.errors import UsageError
+
+_LONGEST = 32_000  # characters of a text: more of a traceback than anyone reads
+
+_descriptor: int | None = None
+_writing = threading.RLock()  # reentrant: a signal handler may report while its thread is reporting
+
+
+def connect(descriptor: int) -> None:
+    """Report through this pipe from now on; the process's own children, forked or started, have no part in it."""
+    global _descriptor
+    try:
+        is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    except OSError:
+        is_pipe = False
+    if not is_pipe:  # the number is from another life, and may by now belong to one of the user's files
+        return
+    os.set_inheritable(descriptor, False)
+    os.register_at_fork(after_in_child=hang_up)
+    _descriptor = descriptor
+
+
+def hang_up() -> None:
+    """Close the line; reporting does nothing from now on."""
+    global _descriptor
+    if _descriptor is not None:
+        with contextlib.suppress(OSError):
+            os.close(_descriptor)
+        _descriptor = None
+
+
+def supervised() -> bool:
+    """Whether there is a supervisor to report to."""
+    return _descriptor is not None
+
+
+def report(event: str, **values: object) -> None:
+    """Tell the supervisor of an event and when it was (``at``); without one, or when it is gone, do nothing.
+
+    Values are what JSON holds. Of very long texts the middle is left out. Any thread may call this.
+    """
+    if _descriptor is None:
+        return
+    shortened = {name: _shorten(value) if isinstance(value, str) else value for name, value in values.items()}
+    try:
+        line = json.dumps({**shortened, "event": event, "at": time.time()}).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the report {event!r} holds what JSON cannot: {error}") from error
+    with _writing, contextlib.suppress(OSError):
+        while line:
+            line = line[os.write(_descriptor, line) :]
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n... ({len(text) - 2 * half} characters left out) ...\n{text[-half:]}"

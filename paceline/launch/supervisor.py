@@ -1,0 +1,120 @@
+"""Runs a script on several workers of this host, and answers for how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.crew import Crew
+from paceline.launch.culprit import Fault, find_fault
+from paceline.launch.store import HostedStore
+
+_TIME_TO_SAVE = 10.0  # seconds that workers have after a signal
+_TIME_TO_GATHER = 0.3  # after the first sign of a failure, for the signs of its cause
+_MORE_TO_GATHER = 0.2  # if all signs so far look like consequences
+_TIME_TO_END = 0.8  # for the others, from SIGTERM to SIGKILL
+
+
+def supervise(
+    command: Sequence[str],
+    *,
+    workers: int,
+    policy: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    on_report: Callable[[int, dict[str, Any]], None] | None = None,
+) -> int:
+    """Run ``command`` (``script.py ...`` or ``-m module ...``) on this many local workers; return the exit code.
+
+    Each worker has its share of the threads and, in torchrun's variables, its place; their output comes with the rank
+    in front, unless there is but one. The first failure ends the run within two seconds and is shown; an interrupt
+    gives the workers ten seconds to save, a second one none. No process outlives this call, nor this process.
+
+    ``environment`` replaces ours as the base of the workers'; ``on_report`` is called with the rank and what its
+    worker reported.
+    """
+    _check(command, workers)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(_caught_signals())
+        store = stack.enter_context(contextlib.closing(HostedStore()))
+        crew = stack.enter_context(Crew(on_report))
+        started = time.time()
+        crew.start(command, workers=workers, port=store.port, policy=policy, environment=environment)
+        store.serve()
+        fault = _watch(crew, store, stop)
+        if fault is None and stop:
+            fault = _stop(crew, stop)
+    if fault is not None:
+        crew.screen.write("stderr", fault.message(started))
+    if stop:
+        return 128 + stop[0]
+    return 0 if fault is None else fault.code
+
+
+def _check(command: Sequence[str], workers: int) -> None:
+    if workers < 1:
+        raise UsageError(f"a run needs at least 1 worker, got {workers}")
+    if not command or command[0] == "":
+        raise UsageError("no script to run: give the path of one, or -m and the name of a module")
+    if command[0] == "-m":
+        if len(command) < 2:
+            raise UsageError("-m wants the name of a module after it")
+        return
+    path = Path(command[0])
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise UsageError(f"{path} is a directory without a __main__.py; give the path of a script")
+    if not path.exists():
+        raise UsageError(f"no such script: {path}")
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect the signals that ask us to stop instead of dying of them, in a list; the ignored stay ignored."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    previous = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            previous[number] = signal.signal(number, lambda number, _: caught.append(number))
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _watch(crew: Crew, store: HostedStore, stop: list[int]) -> Fault | None:
+    """Wait until all workers have ended well, or we are asked to stop, or something went wrong and was ended."""
+    fault = None
+    while crew.running and fault is None and not stop:
+        crew.wait()
+        if store.error is not None:
+            raise PacelineError(f"the store for torch.distributed does not start: {store.error}")
+        fault = find_fault(crew.lives)
+    if fault is None or stop:
+        return None
+    crew.wait(_TIME_TO_GATHER)
+    crew.wait(_MORE_TO_GATHER, until=lambda: _is_certain(find_fault(crew.lives)))
+    fault = find_fault(crew.lives)  # before any signal of ours adds to the signs
+    crew.signal(signal.SIGTERM)
+    crew.wait(_TIME_TO_END)
+    return fault
+
+
+def _stop(crew: Crew, stop: list[int]) -> Fault | None:
+    """Pass the signal on and give the workers time to save; a failure in that time is returned."""
+    crew.signal(signal.SIGINT if stop[0] == signal.SIGINT else signal.SIGTERM)
+    crew.wait(_TIME_TO_SAVE, until=lambda: len(stop) > 1)
+    fault = find_fault([life for life in crew.lives if life.failure is not None])
+    return fault if _is_certain(fault) else None
+
+
+def _is_certain(fault: Fault | None) -> bool:
+    return fault is not None and fault.certain

@@ -1,0 +1,53 @@
+"""Which gradients travel together: a plan, made of numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 64  # bytes; kernels give other bits on other alignments, and vector loads want it
+
+
+@dataclass(frozen=True)
+class Item:
+    """One gradient to be placed in a bucket."""
+
+    elements: int
+    itemsize: int
+    kind: Hashable  # only gradients of the same kind (dtype and device) share a bucket
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+def plan_buckets(items: Sequence[Item], order: Sequence[int], cap: int, first_cap: int) -> list[list[int]]:
+    """Fill buckets with ``items`` in ``order`` (the order in which gradients come), each until it holds ``cap`` bytes.
+
+    The first bucket to be filled closes at ``first_cap`` already, so that communication starts early. Buckets are
+    sorted by when they are complete, which is the order in which they are reduced (Li et al., VLDB 2020).
+    """
+    open_buckets: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    closed: list[list[int]] = []
+    for place in order:
+        item = items[place]
+        bucket = open_buckets.setdefault(item.kind, [])
+        bucket.append(place)
+        filled[item.kind] = filled.get(item.kind, 0) + item.nbytes
+        limit = min(first_cap, cap) if not closed else cap
+        if filled[item.kind] >= limit:
+            closed.append(open_buckets.pop(item.kind))
+            filled[item.kind] = 0
+    position = {place: when for when, place in enumerate(order)}
+    return sorted([*closed, *open_buckets.values()], key=lambda bucket: position[bucket[-1]])
+
+
+def aligned_offsets(sizes: Sequence[int], itemsize: int) -> tuple[list[int], int]:
+    """Lay out pieces of ``sizes`` elements so that each starts aligned; give their offsets and the whole length."""
+    step = max(1, ALIGNMENT // itemsize)
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // step) * step
+    return offsets, end

@@ -1,0 +1,71 @@
+"""A module wrapper with the shape of PyTorch's DistributedDataParallel, on our reducer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.peers.exchange import AllReduceExchange
+from paceline.peers.group import Peers, default_peers
+from paceline.policies import AllReduce
+
+
+class DistributedDataParallel(nn.Module):
+    """Wrap ``module`` so that ``backward()`` averages its gradients over all workers (Li et al., VLDB 2020).
+
+    For a loop that keeps its own ``optimizer.step()``. It differs from PyTorch's in two ways: parameters that a step
+    does not use need no option, and ``state_dict`` has the names of ``module`` itself, without a prefix.
+
+    Args:
+        process_group: any ``torch.distributed`` group; the default one, made from torchrun's variables if need be.
+        bucket_cap_mb: gradients are reduced in buckets of about this size.
+        broadcast_buffers: copy worker 0's buffers to all before every training pass.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_cap_mb: float = 25.0,
+        *,
+        broadcast_buffers: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        if process_group is None:
+            peers, _ = default_peers(device)
+        else:
+            peers = Peers(process_group, process_group.rank(), process_group.size(), device)
+        policy = AllReduce(bucket_cap_mb=bucket_cap_mb)
+        self._exchange = AllReduceExchange(module, peers, policy)
+        self._broadcast_buffers = broadcast_buffers
+        self._synchronising = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without exchanging them; the next pass outside the block exchanges the sums."""
+        before, self._synchronising = self._synchronising, False
+        try:
+            yield
+        finally:
+            self._synchronising = before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._synchronising and self.training and torch.is_grad_enabled():
+            if self._broadcast_buffers:
+                self._exchange.follow_buffers()
+            self._exchange.begin(examples=1, total=self._exchange.world_size, loss=lambda: None)
+        else:
+            self._exchange.abandon()
+        return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)

@@ -1,0 +1,105 @@
+"""The workers that agree collectively: a thin, typed hold on a ``torch.distributed`` process group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import CommError
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Peers:
+    """One worker's view of its group: who it is, and the few collectives that training needs.
+
+    ``group`` is any ``torch.distributed`` process group; the calls go to the group itself, not through the module's
+    global state, so that several workers can live in one process (as the tests' thread ranks do).
+    """
+
+    group: Any
+    rank: int
+    size: int
+    device: torch.device  # where the group's tensors must lie
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
+        """Start adding up ``tensor`` over all workers, in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        work: Work = self.group.allreduce([tensor], options)
+        return work
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Copy the root's ``tensor`` into everybody's."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self.group.broadcast([tensor], options).wait()
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Collect everybody's ``tensor``, which must have the same shape everywhere."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.group.allgather([parts], [tensor]).wait()
+        return parts
+
+    def barrier(self) -> None:
+        self.group.barrier().wait()
+
+    def share(self, value: Any, root: int = 0) -> Any:
+        """Give everybody the root's ``value``, which must be JSON (nothing is pickled)."""
+        data = self._bytes(json.dumps(value).encode() if self.rank == root else b"")
+        length = torch.tensor([len(data)], device=self.device)
+        self.broadcast(length, root)
+        if self.rank != root:
+            data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        self.broadcast(data, root)
+        return json.loads(bytes(data.cpu().numpy()))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Give everybody the list of all workers' values, each JSON."""
+        data = self._bytes(json.dumps(value).encode())
+        lengths = [int(n) for n in self.all_gather(torch.tensor([len(data)], device=self.device))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
+        padded[: len(data)] = data
+        parts = self.all_gather(padded)
+        return [json.loads(bytes(part[:n].cpu().numpy())) for part, n in zip(parts, lengths, strict=True)]
+
+    def _bytes(self, data: bytes) -> Tensor:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device) if data else torch.empty(0)
+
+    @contextlib.contextmanager
+    def explain(self, what: str) -> Iterator[None]:
+        """Turn a failed collective into an error that says who was doing what."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommError(
+                f"worker {self.rank} of {self.size} lost contact while {what}: {str(error).splitlines()[0]}; "
+                "another worker has probably died, look for its own error"
+            ) from error
+
+
+def default_peers(device: torch.device, place: tuple[int, int] | None = None) -> tuple[Peers, bool]:
+    """Join torch's default process group, making it if need be; say whether it was made.
+
+    It is made at ``MASTER_ADDR`` and ``MASTER_PORT``, with the rank and size of ``place`` or else of torchrun's
+    variables: Gloo for CPU tensors, NCCL for CUDA ones.
+    """
+    made = not dist.is_initialized()
+    if made:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        rank, size = place if place is not None else (-1, -1)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=size)
+    return Peers(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device), made

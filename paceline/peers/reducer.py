@@ -1,0 +1,329 @@
+"""Average gradients over all workers, bucket by bucket, while backward still computes the rest.
+
+The life of a step: ``arm`` before backward; each parameter's hook puts its finished gradient, weighted, into its place
+in a flat bucket; a bucket that is full is reduced as soon as all buckets before it are under way; when backward ends
+the reducer waits for all of them. Gradients then are views of the buckets (Li et al., VLDB 2020).
+
+Behind its gradients the last bucket carries a few numbers, so that none of them needs a round of its own: see
+``control.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from paceline.errors import CommError, UsageError
+from paceline.peers.buckets import Item, aligned_offsets, plan_buckets
+from paceline.peers.control import Control
+from paceline.peers.group import Peers, Work
+from paceline.policies import AllReduce
+
+MB = 1 << 20
+
+
+@dataclass
+class Bucket:
+    """Gradients that are reduced together: one flat tensor, and how many of its parts are still missing."""
+
+    flat: Tensor
+    places: list[int]
+    missing: int = 0
+    work: Work | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished exchange tells: totals over all workers, and where the time went."""
+
+    examples: int
+    loss: float | None  # the mean of the workers' losses, where they told them before backward
+    backward_ended: float  # by time.perf_counter()
+    exposed_seconds: float  # from then until the averaged gradients were there
+    waited_seconds: tuple[float, ...]  # how long each worker had to wait for the slowest, by rank
+
+
+@dataclass
+class _Step:
+    """The state of the exchange under way."""
+
+    scale: float  # of this worker's gradients
+    examples: int
+    total: int  # that the scale assumes
+    loss: Callable[[], float | None]
+    arrived: set[int] = field(default_factory=set)
+    launched: int = 0
+    callback_queued: bool = False
+
+
+class Reducer:
+    """Keep the gradients of ``parameters`` averaged over ``peers``; one per model."""
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Parameter]],
+        peers: Peers,
+        policy: AllReduce,
+        sparse: frozenset[str] = frozenset(),
+    ) -> None:
+        self._names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._sparse = [place for place, name in enumerate(self._names) if name in sparse]
+        self._peers = peers
+        self._policy = policy
+        self._steps = 0
+        self._assumed_total = peers.size
+        self._step: _Step | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._order: list[int] = []  # in which gradients came in the first step
+        self._rebuilt = False
+        self._left_at = time.perf_counter()
+        self.outcome: Outcome | None = None  # of the step's exchange, once it is finished
+        self._trained: list[bool] = []
+        self._broken = False
+        self._build()
+
+    # A step -----------------------------------------------------------------------------------------------
+
+    def arm(
+        self,
+        *,
+        examples: int = 1,
+        total: int | None = None,
+        loss: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """Exchange the gradients of the backward pass to come, weighted by ``examples`` of ``total`` in all.
+
+        Without a ``total`` the last step's is assumed, and put right after the exchange if it was another. ``loss``
+        is asked at the end of backward for this worker's loss, if that is known by then.
+        """
+        if self._broken:
+            raise CommError(
+                f"worker {self._peers.rank}, exchange {self._steps}: a step failed while its gradients were being "
+                "exchanged, so the other workers cannot follow; end the run and resume it from its last checkpoint"
+            )
+        if [parameter.requires_grad for parameter in self._parameters] != self._trained:
+            self._build()
+        elif self._order and not self._rebuilt:
+            self._rebuild_in_true_order()
+        assumed = total if total is not None else self._assumed_total
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.places)
+            bucket.work = None
+        self._step = _Step(examples / assumed, examples, assumed, loss)
+        self.outcome = None
+
+    def disarm(self) -> None:
+        """Leave gradients alone from here on: they are this worker's own."""
+        if self._step is not None and self._step.launched > 0:
+            self._broken = True  # the others have got half of an exchange
+        self._step = None
+        self.outcome = None
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def finish(self) -> Outcome:
+        """Make sure that the armed exchange is done, also if no backward pass has run."""
+        if self._step is not None:
+            self._finish()
+        assert self.outcome is not None, "finish() without arm()"
+        return self.outcome
+
+    def _ready(self, place: int) -> None:
+        """A parameter's gradient is complete: the hook."""
+        step = self._step
+        if step is None:
+            if self.outcome is not None:
+                raise UsageError(
+                    f"worker {self._peers.rank}: a second backward() in one step, after its gradients were averaged; "
+                    "add the losses up and call backward() once, or use step(accumulate=True) for all but the last "
+                    "(activation checkpointing needs use_reentrant=False)"
+                )
+            return
+        if not step.callback_queued:
+            step.callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._place(place, step)
+        bucket = self._bucket_of.get(place)
+        if bucket is not None:
+            bucket.missing -= 1
+            if bucket.missing == 0 and self._policy.overlap:
+                self._launch_full(step)
+
+    def _place(self, place: int, step: _Step) -> None:
+        step.arrived.add(place)
+        if not self._rebuilt:
+            self._order.append(place)
+        view, parameter = self._views.get(place), self._parameters[place]
+        grad = parameter.grad
+        assert grad is not None, "a gradient hook fires after the gradient is there"
+        if view is None:
+            return
+        if grad.layout != torch.strided:
+            raise UsageError(
+                f"{self._names[place]} has a sparse gradient but belongs to no Embedding(sparse=True); "
+                "make its gradient dense"
+            )
+        if step.examples == 0:
+            view.zero_()  # not times 0: the worker has borrowed data, whose gradient may be anything
+        elif grad.data_ptr() == view.data_ptr():
+            view.mul_(step.scale)
+        else:
+            torch.mul(grad, step.scale, out=view)
+        parameter.grad = view
+
+    def _launch_full(self, step: _Step) -> None:
+        """Start every bucket that is full, in order: what comes later waits, so that all workers agree."""
+        while step.launched < len(self._buckets) and self._buckets[step.launched].missing == 0:
+            bucket = self._buckets[step.launched]
+            if step.launched == len(self._buckets) - 1:
+                self._control.fill(
+                    tag=self._steps,
+                    examples=step.examples,
+                    loss=step.loss(),
+                    arrived=step.arrived,
+                    compute_seconds=time.perf_counter() - self._left_at,
+                )
+            bucket.work = self._peers.all_reduce(bucket.flat)
+            step.launched += 1
+
+    def _finish(self) -> None:
+        """Backward is over: launch what is left, wait for everything, and put the results in place."""
+        step = self._step
+        if step is None:
+            return
+        ended = time.perf_counter()
+        with self._peers.explain(f"averaging gradients in its exchange {self._steps}"):
+            self._launch_rest(step)
+            for bucket in self._buckets:
+                assert bucket.work is not None
+                bucket.work.wait()
+            told = self._control.read(self._steps)
+            self._reduce_sparse(step, told.examples)
+        self._correct_scale(step, told.examples)
+        self._settle_unused(step, told.used)
+        self._left_at = time.perf_counter()
+        exposed = self._left_at - ended
+        self.outcome = Outcome(told.examples, told.loss, ended, exposed, told.waited_seconds)
+        self._steps += 1
+        self._step = None
+
+    def _launch_rest(self, step: _Step) -> None:
+        """Fill the places whose gradients did not come in this backward pass."""
+        for place, view in self._views.items():
+            if place not in step.arrived:
+                if self._parameters[place].grad is not None:
+                    self._place(place, step)  # left by an accumulating pass
+                else:
+                    view.zero_()
+        for bucket in self._buckets:
+            bucket.missing = 0
+        self._launch_full(step)
+
+    def _correct_scale(self, step: _Step, examples: int) -> None:
+        self._assumed_total = examples if examples > 0 else self._peers.size
+        if examples != step.total and examples > 0:
+            for bucket in self._buckets:
+                bucket.flat.mul_(step.total / examples)
+
+    def _settle_unused(self, step: _Step, used: Callable[[int], bool]) -> None:
+        """A parameter that nobody used keeps no gradient, so that no optimizer touches its state."""
+        for place in self._views.keys() - step.arrived:
+            self._parameters[place].grad = self._views[place] if used(place) else None
+
+    def _reduce_sparse(self, step: _Step, examples: int) -> None:
+        for place in self._sparse:
+            parameter = self._parameters[place]
+            if not parameter.requires_grad:
+                continue
+            grad = parameter.grad
+            if grad is None or step.examples == 0:
+                empty = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+                values = parameter.new_empty((0, *parameter.shape[1:]))
+                grad = torch.sparse_coo_tensor(empty, values, parameter.shape, check_invariants=False)
+            summed = (grad * (step.examples / max(1, examples))).coalesce()
+            self._peers.all_reduce(summed).wait()
+            parameter.grad = summed if summed._nnz() else None
+
+    # Buckets ----------------------------------------------------------------------------------------------
+
+    def _build(self, order: Sequence[int] | None = None) -> None:
+        """Plan the buckets and lay the gradients' places out in them."""
+        self.close()
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        dense = [place for place, on in enumerate(self._trained) if on and place not in self._sparse]
+        if order is None:
+            order = dense[::-1]
+            self._rebuilt, self._order = False, []
+        plan = plan_buckets(
+            [Item(p.numel(), p.element_size(), (p.dtype, p.device)) for p in self._parameters],
+            order,
+            cap=int(self._policy.bucket_cap_mb * MB),
+            first_cap=int(self._policy.first_bucket_mb * MB),
+        )
+        self._agree_on(plan)
+        self._views: dict[int, Tensor] = {}
+        self._buckets: list[Bucket] = []
+        self._lay_out(plan)
+        self._bucket_of = {place: bucket for bucket in self._buckets for place in bucket.places}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _, place=place: self._ready(place)
+            )
+            for place, parameter in enumerate(self._parameters)
+            if self._trained[place]
+        ]
+
+    def _lay_out(self, plan: list[list[int]]) -> None:
+        """Make the flat tensors; the last float32 one has the control numbers behind its gradients."""
+        if not plan or self._parameters[plan[-1][0]].dtype != torch.float32:
+            plan = [*plan, []]
+        control_length = Control.length(len(self._parameters), self._peers.size)
+        for places in plan:
+            first = self._parameters[places[0]] if places else torch.empty(0, device=self._peers.device)
+            sizes = [self._parameters[place].numel() for place in places]
+            last = places is plan[-1]
+            offsets, end = aligned_offsets([*sizes, *([control_length] if last else [])], first.element_size())
+            flat = torch.zeros(end, dtype=first.dtype, device=first.device)
+            for place, offset in zip(places, offsets, strict=False):
+                self._views[place] = _view_like(flat, offset, self._parameters[place])
+            if last:
+                numbers = flat[offsets[-1] : offsets[-1] + control_length]
+                self._control = Control(numbers, self._peers, len(self._parameters))
+            self._buckets.append(Bucket(flat, places))
+
+    def _rebuild_in_true_order(self) -> None:
+        """Order the buckets as rank 0's gradients came in the first step, parameters that had none last."""
+        came = list(dict.fromkeys(place for place in self._order if place in self._views))
+        order = self._peers.share(came + sorted(self._views.keys() - set(came), reverse=True))
+        self._rebuilt = True
+        self._build(order)
+
+    def _agree_on(self, plan: list[list[int]]) -> None:
+        """Make sure that all workers have the same buckets: another order would give wrong averages silently."""
+        digest = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
+        mine = torch.tensor([digest], device=self._peers.device)
+        with self._peers.explain("comparing the order of gradients"):
+            digests = [int(other) for other in self._peers.all_gather(mine)]
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if others:
+            raise CommError(
+                f"worker {self._peers.rank}, exchange {self._steps}: workers {others} have other gradient buckets than "
+                "worker 0; all must train the same parameters, frozen and unfrozen in the same steps"
+            )
+
+
+def _view_like(flat: Tensor, offset: int, parameter: Parameter) -> Tensor:
+    """The parameter's place in a bucket, laid out in memory as the parameter is."""
+    piece = flat[offset : offset + parameter.numel()]
+    dense = torch.empty_like(parameter, device="meta")  # keeps the strides of any dense layout
+    return piece.as_strided(parameter.shape, dense.stride())

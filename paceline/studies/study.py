@@ -1,0 +1,130 @@
+"""What every study is: a frozen value whose fields are its options, and which runs to a table and a plot."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+
+from paceline.spec import check_types, to_spec
+
+Tell: TypeAlias = Callable[[str, int, int], None]
+"""Called with what is being done, and how much of how much is done."""
+
+Cell: TypeAlias = str | int | float | None
+"""A value of the table; None stands for a thing that did not happen."""
+
+
+def option(default: Any, help: str) -> Any:
+    """Declare a field of a study as an option of its command; ``help`` is shown there."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyContext:
+    """What a study is given beside its options."""
+
+    data: Path | None = None  # where the data sets lie
+    seed: int = 0
+    tell: Tell = lambda text, done, total: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study(ABC):
+    """A measurement to make again; a subclass is a frozen dataclass and one line in ``STUDIES``.
+
+    Its fields are declared with ``option(default, help)`` and may be int, float, str, bool, a tuple of one of
+    these, or None where that means "decide yourself".
+    """
+
+    name: ClassVar[str]  # as users type it, with hyphens
+    title: ClassVar[str]  # one line, for the list of studies and over the plot
+
+    def __post_init__(self) -> None:
+        check_types("study", self.name, self)
+
+    def __str__(self) -> str:
+        """The text form, as in ``optimizers(steps=500)``."""
+        return to_spec(self.name, self)
+
+    @abstractmethod
+    def run(self, context: StudyContext) -> StudyResult:
+        """Measure. A mistake in the options is a ``UsageError`` before the first measurement, not after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of the table; ``decimals`` is for its floats."""
+
+    name: str
+    decimals: int = 2
+
+    def show(self, cell: Cell) -> str:
+        """Write a cell of this column for people."""
+        if cell is None:
+            return "-"
+        return f"{cell:,.{self.decimals}f}" if isinstance(cell, float) else str(cell)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """What an axis of the plot shows, and on which scale."""
+
+    label: str
+    scale: Literal["linear", "log"] = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve of the plot. A label has the same colour in every panel; on a log scale zeros are left out."""
+
+    label: str
+    panel: str  # the title of the panel it is drawn in
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyResult:
+    """What a study measured: a table, the curves of a plot, and notes on sources and limits."""
+
+    study: Study
+    seed: int
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    x_axis: Axis
+    y_axis: Axis
+    series: tuple[Series, ...]
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give everything as lists, dicts and plain values, fit for JSON."""
+        values = asdict(self)
+        del values["study"]
+        return {
+            "study": self.study.name,
+            "title": self.study.title,
+            "options": asdict(self.study),
+            **values,
+        }
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread inside the block, and as many as before after it.
+
+    Results then do not depend on the machine's number of cores. Two threads were also slower where that was
+    measured, on two cores with other work: the deck's third network took 5 ms of processor time a step in one
+    thread, and more than 20 in two. An idle machine was not measured.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
