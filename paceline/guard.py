@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import CommError, NonFiniteLossError
 
@@ -33,7 +33,11 @@ class Where:
         return f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else "there is no checkpoint"
 
 
-@dataclass(frozen=True)
+class SkipUpdate(Exception):
+    """Raised inside an optimizer that evaluates the loss itself, to give its update up."""
+
+
+@dataclass
 class LossGuard:
     """Keep losses that are not finite out of the parameters, and such parameters out of checkpoints.
 
@@ -42,6 +46,7 @@ class LossGuard:
 
     on_nan: OnNaN
     locate: Callable[[], Where]
+    _buffers: list[Tensor] = field(default_factory=list)  # of the model, as they were before the update
 
     def skips(self, own: float | None, everybody: float | None) -> bool:
         """Tell whether to skip the update, all workers alike; raise if a bad loss is to stop the run.
@@ -62,10 +67,23 @@ class LossGuard:
             raise CommError(f"{where}: the loss of another worker is {bad}")
         raise self._error(bad, "the parameters were left as they were before this step")
 
-    def check_closure(self, loss: float) -> None:
-        """Refuse a bad loss inside an optimizer that evaluates it several times, where skipping is impossible."""
+    def check_closure(self, loss: float, *, first: bool) -> None:
+        """Refuse a bad loss inside an optimizer that evaluates it several times; only the first can be skipped."""
         if self.on_nan != "ignore" and not math.isfinite(loss):
+            if self.on_nan == "skip" and first:
+                raise SkipUpdate
             raise self._error(loss, "the update that was under way was given up")
+
+    def remember_buffers(self, model: nn.Module) -> None:
+        """Keep the buffers as they are now, if steps may be skipped: forward passes change them (BatchNorm)."""
+        if self.on_nan == "skip":
+            self._buffers = [buffer.detach().clone() for buffer in model.buffers()]
+
+    def restore_buffers(self, model: nn.Module) -> None:
+        """Undo what a skipped update's forward passes did to the buffers."""
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), self._buffers, strict=True):
+                buffer.copy_(before)
 
     def check_parameters(self, model: nn.Module) -> None:
         """Refuse to save parameters that are not finite, however they became so."""

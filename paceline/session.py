@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -19,13 +20,14 @@ from paceline.data.feed import make_feed
 from paceline.data.sampler import Last
 from paceline.data.stream import BatchStream
 from paceline.errors import CheckpointError, CommError, UsageError, unknown_name
-from paceline.guard import LossGuard, OnNaN, Where
+from paceline.guard import LossGuard, OnNaN, SkipUpdate, Where
 from paceline.launch.environment import asked_policy, read_world
-from paceline.launch.reports import report
+from paceline.launch.reports import report, report_failure
 from paceline.peers.exchange import Exchange, connect
 from paceline.peers.reducer import Outcome
 from paceline.policies import Policy, parse_policy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
+from paceline.record.metrics import as_number
 from paceline.record.run import Run
 from paceline.seeding import capture_streams, derive_seed, restore_streams, seed_streams
 from paceline.timing import StepClock, Timing
@@ -33,6 +35,9 @@ from paceline.trainee import Stateful, Trainee
 from paceline.version import __version__
 
 logger = logging.getLogger("paceline")
+
+_EVENT_NAMES = frozenset({"event", "time", "worker", "step", "epoch"})  # in every line of metrics
+_STEP_NAMES = frozenset({"lr", "examples", "seconds", "skipped", "workers_waited"})  # in every step's
 
 
 def join(
@@ -88,6 +93,8 @@ def join(
     for name, value in (("save_every", save_every), ("keep", keep), ("log_every", log_every)):
         if value is not None and value < 1:
             raise UsageError(f"{name} must be at least 1, got {value}")
+    if seed is not None and not isinstance(seed, int):
+        raise UsageError(f"seed must be a whole number, got {seed!r}")
     trainee = Trainee(
         # torch.compile wraps the module; names and state are those of the module inside.
         model=getattr(model, "_orig_mod", model),
@@ -99,11 +106,13 @@ def join(
     )
     _check(trainee)
     policy = parse_policy(policy if policy is not None else asked_policy() or "all-reduce")
+    report("joined")  # before others are waited for: then one that never joins is found out
     exchange = connect(trainee.model, policy, group=group, place=_place())
     session = Session(
         trainee,
         policy=policy,
         exchange=exchange,
+        clock=StepClock(model) if run is not None or exchange.world_size > 1 else None,
         seed=seed,
         run=Run(run, resume=bool(resume), keep=keep) if run is not None and exchange.rank == 0 else None,
         save_every=save_every,
@@ -144,6 +153,7 @@ class Step:
 
         A loss recorded before ``backward()`` is averaged over all workers on the way, at no cost.
         """
+        _refuse_names(values, _EVENT_NAMES | _STEP_NAMES)
         self.recorded.update(
             {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
         )
@@ -174,6 +184,7 @@ class Session:
         *,
         policy: Policy,
         exchange: Exchange,
+        clock: StepClock | None,
         seed: int | None,
         run: Run | None,
         save_every: int | None,
@@ -188,7 +199,7 @@ class Session:
         self.run = run
         self.steps = 0
         self.timing = Timing()
-        self._clock = StepClock(trainee.model) if run is not None or exchange.world_size > 1 else None
+        self._clock = clock
         self._trainee = trainee
         self._exchange = exchange
         self._data = BatchStream()
@@ -200,9 +211,11 @@ class Session:
         self._accumulating = False
         self._updating = False
         self._saved_at: int | None = None
+        self._closed = False
         self._metrics_bytes = 0
         self._examples = 0  # of this worker in the update under way
         self._total: int | None = 0  # of all workers, where known
+        self._bad_loss: float | None = None  # found in an accumulating block of the update under way
 
     # The loop ---------------------------------------------------------------------------------------------
 
@@ -234,8 +247,9 @@ class Session:
                 loss = self.mean(closure(), examples=self._examples)
                 self._exchange.finish()
                 self._exchange.abandon()
-            self._guard.check_closure(float(loss))
+            first = "loss" not in step.recorded
             step.recorded.setdefault("loss", loss)
+            self._guard.check_closure(float(loss), first=first)
             return loss
 
         step.closure = evaluate
@@ -302,22 +316,36 @@ class Session:
         if path is not None:
             write_checkpoint(Path(path), self._state())
             return Path(path)
+        if self._closed:
+            raise UsageError("save() after the session's end: its directory may be another's by now; give a path")
         if self.run is None:
             raise UsageError("save() needs a path, or a run directory: join(..., run='runs/mine')")
         file = self.run.checkpoints.write(self.steps, self._state())
         self._saved_at = self.steps
         return file
 
-    def record(self, event: str, **values: Any) -> None:
+    def record(self, event: str, /, **values: Any) -> None:
         """Add a line to the run's metrics, for what belongs to no single step (an evaluation, say)."""
+        _refuse_names(values, _EVENT_NAMES)
+        self._write(event, **values)
+
+    def _write(self, event: str, **values: Any) -> None:
         if self.run is not None and self.run.metrics is not None:
             self.run.metrics.write(event, worker=self.rank, step=self.steps, epoch=self.epoch, **values)
 
     def close(self) -> None:
-        """Release the run's directory and the process group; leaving the ``with`` block does it."""
-        if self.run is not None:
-            self.run.close()
-        self._exchange.close()
+        """Release the run's directory, the model and the other workers; leaving the ``with`` block does it."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self.run is not None:
+                self.run.close()
+        finally:
+            if self._clock is not None:
+                self._clock.close()
+            self._exchange.close()
+        report("left", step=self.steps)
 
     def __enter__(self) -> Self:
         return self
@@ -325,13 +353,14 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Exception):
+            report_failure(error)  # before anything that takes time: neighbours will soon fail because of it
         try:
             # After Ctrl-C, or when another worker died, the parameters are whole unless the update was under way.
             whole = kind is None or (issubclass(kind, KeyboardInterrupt | CommError) and not self._updating)
-            if self.run is not None and whole and self._saved_at != self.steps and not self._accumulating:
+            if self.run is not None and whole and self._saved_at != self.steps:
+                self._accumulating = False  # gradients of an update that will not be are let go
                 self.save()
-            if kind is None:
-                report("left", step=self.steps)
         finally:
             self.close()
 
@@ -347,7 +376,8 @@ class Session:
         fresh = not self._accumulating
         if fresh:
             self._trainee.clear_gradients()
-            self._examples, self._total = 0, 0
+            self._examples, self._total, self._bad_loss = 0, 0, None
+            self._guard.remember_buffers(self._trainee.model)
         self._count_examples(step)
         if step.accumulate:
             self._exchange.abandon()
@@ -365,7 +395,11 @@ class Session:
         self._total = self._total + total if self._total is not None and total is not None else None
 
     def _arm(self, step: Step) -> None:
-        self._exchange.begin(examples=self._examples, total=self._total, loss=step.loss)
+        self._exchange.begin(examples=self._examples, total=self._total, loss=lambda: self._loss_of(step))
+
+    def _loss_of(self, step: Step) -> float | None:
+        """The update's loss: that of its last block, unless one before it was bad."""
+        return step.loss() if self._bad_loss is None else self._bad_loss
 
     def _end(self, step: Step, failed: bool) -> None:
         self._current = None
@@ -377,13 +411,18 @@ class Session:
         if self._clock is not None:
             self._clock.computed(outcome)
         if step.accumulate:
+            loss = step.loss()
+            self._bad_loss = loss if loss is not None and not math.isfinite(loss) else self._bad_loss
             self._data.use()
             return
+        rate = as_number(self._trainee.optimizers[0].param_groups[0]["lr"])  # before a scheduler changes it
         told = outcome.loss if outcome is not None else None
-        step.skipped = self._guard.skips(step.loss(), told)
+        step.skipped = self._guard.skips(self._loss_of(step), told)
         self._updating = True
-        if not step.skipped:
-            self._trainee.update(step.closure)
+        if step.skipped:
+            self._guard.restore_buffers(self._trainee.model)
+        else:
+            self._update(step)
         self.steps += 1
         self._data.use()
         self._updating = False
@@ -391,13 +430,21 @@ class Session:
         if self._clock is not None:
             self.timing = self._clock.updated(outcome, self.rank)
         if self.run is not None:
-            self._after_update(step, outcome)
+            self._after_update(step, outcome, rate)
+
+    def _update(self, step: Step) -> None:
+        try:
+            self._trainee.update(step.closure)
+        except SkipUpdate:
+            step.skipped = True
+            self._trainee.clear_gradients()
+            self._guard.restore_buffers(self._trainee.model)
 
     def _where(self) -> Where:
         saved = self.run.checkpoints.files() if self.run is not None else []
         return Where(self.rank, self.world_size, self.steps, saved[-1] if saved else None)
 
-    def _after_update(self, step: Step, outcome: Outcome | None) -> None:
+    def _after_update(self, step: Step, outcome: Outcome | None, rate: float) -> None:
         if self.steps % self._log_every == 0:
             # Numbers are read from tensors when lines are flushed, so a GPU is not waited for here.
             values = dict(step.recorded)
@@ -408,8 +455,8 @@ class Session:
                 values.update({} if outcome.loss is None else {"loss": outcome.loss})
             else:
                 values["examples"] = self._examples
-            rate = self._trainee.optimizers[0].param_groups[0]["lr"]
-            self.record("step", lr=rate, **values, seconds=asdict(self.timing))
+            values["seconds"] = asdict(self.timing)
+            self._write("step", lr=rate, **values)
         if self._save_every is not None and self.steps % self._save_every == 0:
             self.save()
 
@@ -427,7 +474,6 @@ class Session:
         if self.run is not None:
             self.run.open_metrics(self._metrics_bytes)
             self.run.write_config({**self._describe(), **config})
-        report("joined", step=self.steps)
 
     def _find_checkpoint(self, file: Path | None) -> dict[str, Any] | None:
         """The checkpoint to go on from: the file named, or the run's newest that can be used."""
@@ -496,6 +542,12 @@ class Session:
         }
 
 
+def _refuse_names(values: Mapping[str, Any], taken: frozenset[str]) -> None:
+    clash = sorted(values.keys() & taken)
+    if clash:
+        raise UsageError(f"the metrics have a {clash[0]!r} of their own; record yours under another name")
+
+
 def _place() -> tuple[int, int] | None:
     """This process's rank and the number of workers, if a launcher started it."""
     world = read_world()
@@ -513,6 +565,15 @@ def _as_tuple(what: str, given: Any, kind: type) -> tuple[Any, ...]:
 
 
 def _check(trainee: Trainee) -> None:
+    if not isinstance(trainee.model, nn.Module):
+        raise UsageError(f"model must be a torch module, got {type(trainee.model).__name__}")
+    if trainee.clip_norm is not None and not trainee.clip_norm > 0:
+        raise UsageError(f"clip_norm must be above 0, got {trainee.clip_norm}")
+    if trainee.scaler is not None and not isinstance(trainee.scaler, torch.amp.GradScaler):
+        raise UsageError(f"scaler must be a torch.amp.GradScaler, got {type(trainee.scaler).__name__}")
+    for name, thing in trainee.stateful.items():
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(f"stateful {name!r} needs the methods state_dict and load_state_dict")
     if not trainee.optimizers:
         raise UsageError("join() needs at least one optimizer")
     for scheduler in trainee.schedulers:

@@ -30,12 +30,21 @@ class Timing:
 
 
 class StepClock:
-    """Take the times of one step: ``start``, then the model's forward pass, ``computed``, ``updated``."""
+    """Take the times of one step: ``start``, then the model's forward pass, ``computed``, ``updated``.
+
+    ``model`` is the module that the user calls. One that was compiled in place (``model.compile()``) would compile the
+    hook too; its forward pass is counted as backward.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        # Held weakly by nobody: the hook lives as long as the model, and costs a microsecond a pass.
-        model.register_forward_hook(self._forward_done)
+        compiled = getattr(model, "_compiled_call_impl", None) is not None
+        self._hook = None if compiled else model.register_forward_hook(self._forward_done)
         self._forward = self._backward = 0.0
+
+    def close(self) -> None:
+        """Take the hook off the model."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def start(self, *, fresh: bool) -> None:
         """Begin a block; ``fresh`` if it is the first of its update (accumulating blocks add up)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,8 @@ from torch.utils.data import (
 )
 
 from paceline.data.sampler import Last, Shard, ShardedSampler
-from paceline.errors import UsageError
-from paceline.seeding import derive_seed, seed_streams
+from paceline.errors import UsageError, unknown_name
+from paceline.seeding import capture_streams, derive_seed, restore_streams, seed_streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,16 @@ class Fetched:
 class Feed(Protocol):
     """A source of batches that can start an epoch anywhere in its middle."""
 
-    shuffles_by_streams: bool  # order drawn from the global random streams, which must be put back to resume
-
     def start(self, epoch: int, consumed: int) -> Iterator[Fetched]:
         """Go to position ``consumed`` of ``epoch`` at once, and give the batches behind it one by one."""
+        ...
+
+    def capture(self) -> dict[str, Any]:
+        """What the order of an epoch that starts now depends on, beside its number."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put that back."""
         ...
 
 
@@ -50,8 +57,6 @@ class DatasetFeed:
     With ``seeded_fetch`` each batch is fetched with random streams seeded from its number, so that random
     augmentations do not depend on what came before; in a DataLoader's worker processes that is always so.
     """
-
-    shuffles_by_streams = False
 
     def __init__(
         self,
@@ -78,6 +83,12 @@ class DatasetFeed:
         for data, shard in zip(self._loader(epoch, requested), pending, strict=False):
             yield Fetched(data, len(shard.indices), shard.total, shard.consumed_after)
 
+    def capture(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
+
     def _loader(self, epoch: int, shards: Iterable[Shard]) -> DataLoader[Any]:
         # A generator of its own: making a loader's iterator draws a number, and the user's streams stay theirs.
         generator = torch.Generator()
@@ -99,22 +110,61 @@ class LoaderFeed:
     same number of steps; ``largest`` finds the maximum of a number over all workers.
     """
 
-    shuffles_by_streams = True
-
-    def __init__(self, loader: Iterable[Any], *, world_size: int, largest: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        world_size: int,
+        largest: Callable[[int], int],
+        seeds: tuple[int, int] | None = None,
+    ) -> None:
         self._loader = loader
         self._world_size = world_size
         self._largest = largest
+        self._seeds = seeds  # run seed and rank, if every batch's streams are to be seeded from its number
 
     def start(self, epoch: int, consumed: int) -> Iterator[Fetched]:
         set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        rest = iter(self._loader)
-        for _ in range(consumed):
-            next(rest, None)
-        own = (Fetched(data, count_examples(data), None, number) for number, data in enumerate(rest, consumed + 1))
+        self._seed(epoch, -1)
+        batches = iter(self._loader)
+        for number in range(consumed):
+            self._seed(epoch, number)
+            next(batches, None)
+        own = self._rest(batches, epoch, consumed)
         return own if self._world_size == 1 else self._as_long_as_the_longest(own)
+
+    def capture(self) -> dict[str, Any]:
+        """What the order of the next epoch depends on: the random streams and the loader's own generators."""
+        state: dict[str, Any] = {"generators": [generator.get_state() for generator in self._generators()]}
+        if self._seeds is None:
+            state["streams"] = capture_streams()
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for generator, saved in zip(self._generators(), state["generators"], strict=False):
+            generator.set_state(saved)
+        if "streams" in state:
+            restore_streams(state["streams"])
+
+    def _generators(self) -> list[torch.Generator]:
+        sampler = getattr(self._loader, "sampler", None)
+        found = [getattr(place, "generator", None) for place in (self._loader, sampler)]
+        return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
+
+    def _rest(self, batches: Iterator[Any], epoch: int, consumed: int) -> Iterator[Fetched]:
+        for number in itertools.count(consumed):
+            self._seed(epoch, number)
+            try:
+                data = next(batches)
+            except StopIteration:
+                return
+            yield Fetched(data, count_examples(data), None, number + 1)
+
+    def _seed(self, epoch: int, number: int) -> None:
+        if self._seeds is not None:
+            seed_streams(derive_seed(*self._seeds, "fetch", epoch, number))
 
     def _as_long_as_the_longest(self, own: Iterator[Fetched]) -> Iterator[Fetched]:
         """Ask before every batch whether anybody has one left: nobody knows how long an iterable is."""
@@ -149,6 +199,7 @@ def make_feed(
         batch_size, loader_options = source.batch_size, {**_options_of(source), **loader_options}
         shuffle, last = isinstance(source.sampler, RandomSampler), "drop" if source.drop_last else "short"
         source = source.dataset
+    _check_options(loader_options)
     if isinstance(source, IterableDataset):
         source = DataLoader(source, batch_size=batch_size, **loader_options)
     elif batch_size is not None or loader_options or (isinstance(source, Dataset)):
@@ -164,7 +215,22 @@ def make_feed(
             last=last,
         )
         return DatasetFeed(source, sampler, seeded_fetch=seeded_fetch, loader_options=loader_options)
-    return LoaderFeed(source, world_size=world_size, largest=largest)
+    if not isinstance(source, Iterable):
+        raise UsageError(f"batches() wants a data set, a loader or an iterable of batches, got {type(source).__name__}")
+    seeds = (seed, rank) if seeded_fetch else None
+    return LoaderFeed(source, world_size=world_size, largest=largest, seeds=seeds)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what the sharded sampler decides, and names that a DataLoader does not have."""
+    ours = {"drop_last": "last='drop'", "shuffle": "shuffle=", "generator": "join(seed=)"}
+    for name in ("batch_sampler", "sampler", *ours):
+        if name in options:
+            raise UsageError(f"{name} cannot be given here; use {ours.get(name, 'a DataLoader of your own with it')}")
+    known = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", "dataset", "batch_size"}
+    for name in options:
+        if name not in known:
+            raise unknown_name("option of batches()", name, known)
 
 
 def _check_indexable(source: Any, batch_size: int | None, loader_options: Mapping[str, Any]) -> None:

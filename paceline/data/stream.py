@@ -21,7 +21,8 @@ class BatchStream:
         self.epoch = 0
         self.batch: Fetched | None = None  # handed out and not used yet
         self._consumed = 0  # the feed's position behind the last batch used
-        self._streams_at_start: dict[str, Any] | None = None  # random streams when the epoch began
+        self._at_start: dict[str, Any] | None = None  # what the order of the present epoch depends on
+        self._loaded = False
         self._under_way = False
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -47,7 +48,7 @@ class BatchStream:
                     self.batch = batch
                     yield batch.data
                     self.use()
-                self._finish_epoch()
+                self._finish_epoch(feed)
         finally:
             self._under_way = False
 
@@ -58,26 +59,28 @@ class BatchStream:
             self.batch = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "consumed": self._consumed, "streams_at_start": self._streams_at_start}
+        return {"epoch": self.epoch, "consumed": self._consumed, "at_start": self._at_start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = state["epoch"]
         self._consumed = state["consumed"]
-        self._streams_at_start = state["streams_at_start"]
+        self._at_start = state["at_start"]
+        self._loaded = True
 
     def _rest_of_epoch(self, feed: Feed) -> Iterator[Fetched]:
-        if not feed.shuffles_by_streams:
-            return feed.start(self.epoch, self._consumed)
-        if self._consumed == 0 or self._streams_at_start is None:
-            self._streams_at_start = capture_streams()
-            return feed.start(self.epoch, self._consumed)
-        now = capture_streams()
-        restore_streams(self._streams_at_start)
-        rest = feed.start(self.epoch, self._consumed)  # draws the same order again, up to where we stand
-        restore_streams(now)
-        return rest
+        if self._at_start and (self._consumed > 0 or self._loaded):
+            now = capture_streams()
+            feed.restore(self._at_start)
+            if self._consumed > 0:
+                rest = feed.start(self.epoch, self._consumed)  # draws the same order again, up to where we stand
+                restore_streams(now)
+                return rest
+            restore_streams(now)  # the epoch has not begun: only the loader's own generators were needed
+        self._loaded = False
+        self._at_start = feed.capture()
+        return feed.start(self.epoch, self._consumed)
 
-    def _finish_epoch(self) -> None:
+    def _finish_epoch(self, feed: Feed | None = None) -> None:
         self.epoch += 1
         self._consumed = 0
-        self._streams_at_start = None
+        self._at_start = feed.capture() if feed is not None else None

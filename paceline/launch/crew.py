@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -35,6 +36,8 @@ class Worker:
         heard: Callable[[Life, dict[str, Any]], None],
     ) -> None:
         reading, writing = os.pipe()
+        # Inherited: an interrupt waits until the worker is ready for it, rather than hit Python's own start.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.launch.worker", *command],
@@ -50,6 +53,7 @@ class Worker:
             raise
         finally:
             os.close(writing)
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         self.life = life
         prefix = "" if alone else f"[{life.rank}] "
         assert self.process.stdout is not None and self.process.stderr is not None
@@ -58,8 +62,12 @@ class Worker:
             Copier(self.process.stderr, screen, "stderr", prefix=prefix),
         ]
         self.listener = threading.Thread(target=self._listen, args=(reading, heard), daemon=True)
-        for thread in (*self.copiers, self.listener):
-            thread.start()
+        try:
+            for thread in (*self.copiers, self.listener):
+                thread.start()
+        except RuntimeError:  # no more threads to be had
+            self.process.kill()
+            raise
 
     def _listen(self, descriptor: int, heard: Callable[[Life, dict[str, Any]], None]) -> None:
         with os.fdopen(descriptor, "rb") as pipe:
@@ -81,6 +89,7 @@ class Crew:
         self._on_report = on_report
         self._reports: queue.SimpleQueue[tuple[Life, dict[str, Any]]] = queue.SimpleQueue()
         self._workers: list[Worker] = []
+        self._sweepers: list[threading.Thread] = []
         self._guard = Guard()
 
     def __enter__(self) -> Crew:
@@ -89,6 +98,8 @@ class Crew:
     def __exit__(self, *exception: object) -> None:
         self._on_report = None  # nothing it raises may keep us from ending
         self.kill()
+        for sweeper in self._sweepers:
+            sweeper.join()
         copiers = [copier for worker in self._workers for copier in worker.copiers]
         for copier in copiers:
             copier.finish()
@@ -143,16 +154,16 @@ class Crew:
             self.wait()
 
     def _hear(self, seconds: float) -> None:
-        """Wait for a report, and take in all that there are."""
-        try:
-            life, report = self._reports.get(timeout=seconds)
-            while True:
-                life.hear(report)
-                if self._on_report is not None:
-                    self._on_report(life.rank, report)
-                life, report = self._reports.get_nowait()
-        except queue.Empty:
-            return
+        """Wait for a report, and take in all that have come."""
+        with contextlib.suppress(queue.Empty):
+            self._take_in(*self._reports.get(timeout=seconds))
+            for _ in range(self._reports.qsize()):  # and not those that come meanwhile: there is more to do
+                self._take_in(*self._reports.get_nowait())
+
+    def _take_in(self, life: Life, report: dict[str, Any]) -> None:
+        life.hear(report)
+        if self._on_report is not None:
+            self._on_report(life.rank, report)
 
     def _reap(self) -> None:
         """Notice which workers have ended, end their children, and take in their last reports before that."""
@@ -160,11 +171,17 @@ class Crew:
         if not ended:
             return
         now = time.time()
-        sweep(worker.process.pid for worker in ended)
+        self._sweepers.append(threading.Thread(target=self._sweep, args=(ended,)))
+        self._sweepers[-1].start()
         for worker in ended:
-            self._guard.forget(worker.process.pid)
             worker.listener.join(timeout=1)
         self._hear(0)
         for worker in ended:
             worker.life.code = worker.process.returncode
             worker.life.ended_at = now
+
+    def _sweep(self, ended: Sequence[Worker]) -> None:
+        """End the children of workers that have ended; the others need not wait for it."""
+        sweep(worker.process.pid for worker in ended)
+        for worker in ended:
+            self._guard.forget(worker.process.pid)

@@ -20,7 +20,7 @@ class Life:
     sessions: int = 0  # entered so far
     in_session: bool = False
     step: int | None = None  # the last one reported
-    failure: Mapping[str, Any] | None = None  # its first report of a failure
+    failure: Mapping[str, Any] | None = None  # its last report of a failure, with the time of the first
     exiting: int | None = None  # the exit code it announced
     exiting_at: float = 0.0
     code: int | None = None  # the exit code it ended with, or minus the signal that killed it; None while it runs
@@ -36,8 +36,9 @@ class Life:
                 self.in_session = False
             case "progress":
                 self.step = report.get("step", self.step)
-            case "failed" if self.failure is None:
-                self.failure = report
+            case "failed":
+                first = self.failure or report
+                self.failure = {**report, "at": first["at"]}
             case "exiting":
                 self.exiting, self.exiting_at = report["code"], report["at"]
 

@@ -13,24 +13,54 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 _PATIENCE = 0.3  # seconds for processes to go by themselves
+_PATIENCE_WITH_TRACKERS = 3.0  # for resource trackers, which may be just starting on a busy machine
 
 
 def sweep(groups: Iterable[int]) -> None:
     """End all processes of these groups: SIGTERM, and SIGKILL for what is left after a moment.
 
-    The moment is for the resource tracker of ``multiprocessing``: it ignores SIGTERM, and unlinks the shared memory
-    of the others once they are gone.
+    Resource trackers of ``multiprocessing`` are given longer: they ignore SIGTERM, and unlink the shared memory of the
+    others once these are gone.
     """
-    left = {group for group in groups if _signal_group(group, signal.SIGTERM)}
-    deadline = time.monotonic() + _PATIENCE
-    while left and time.monotonic() < deadline:
-        time.sleep(0.005)
-        left = {group for group in left if _signal_group(group, 0)}
-    for group in left:
+    terminated = {group for group in groups if _signal_group(group, signal.SIGTERM)}
+    stubborn = _wait_until_gone(terminated, _PATIENCE)
+    tracked = {group for group in stubborn if _kill_all_but_trackers(group)}
+    for group in _wait_until_gone(tracked, _PATIENCE_WITH_TRACKERS):
         _signal_group(group, signal.SIGKILL)
+
+
+def _wait_until_gone(groups: set[int], seconds: float) -> set[int]:
+    """Wait for groups to become empty; return those that are not."""
+    deadline = time.monotonic() + seconds
+    while groups and time.monotonic() < deadline:
+        time.sleep(0.005)
+        groups = {group for group in groups if _signal_group(group, 0)}
+    return groups
+
+
+def _kill_all_but_trackers(group: int) -> bool:
+    """Kill the processes of a group, save resource trackers (known on Linux only); whether there are any of these."""
+    members = list(_members(group))
+    trackers = [process for process, command in members if b"multiprocessing.resource_tracker" in command]
+    if not trackers:
+        _signal_group(group, signal.SIGKILL)
+    for process in {process for process, _ in members} - set(trackers):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    return bool(trackers)
+
+
+def _members(group: int) -> Iterator[tuple[int, bytes]]:
+    """The processes of a group and their command lines, as far as /proc tells."""
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (directory / "stat").read_text().rpartition(")")[2].split()  # a name may hold anything before
+            if int(fields[2]) == group:
+                yield int(directory.name), (directory / "cmdline").read_bytes()
 
 
 def _signal_group(group: int, number: int) -> bool:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import stat
 import threading
 import time
+import traceback
+from pathlib import Path
+from types import TracebackType
 
 from paceline.errors import UsageError
 
 _LONGEST = 32_000  # characters of a text: more of a traceback than anyone reads
+
+_OUR_FILES = (str(Path(__file__).with_name("worker.py")), runpy.__file__, "<frozen runpy>")
 
 _descriptor: int | None = None
 _writing = threading.RLock()  # reentrant: a signal handler may report while its thread is reporting
@@ -60,6 +66,41 @@ def report(event: str, **values: object) -> None:
     with _writing, contextlib.suppress(OSError):
         while line:
             line = line[os.write(_descriptor, line) :]
+
+
+def report_failure(error: BaseException) -> None:
+    """Tell the supervisor of an exception that will end this worker, before anything is torn down.
+
+    If it is told again, from further out, the last traceback counts and the first time. Beside the traceback goes the
+    exception that it all goes back to: that tells a cause from what a neighbour's death led to.
+    """
+    first = _first_cause(error)
+    report(
+        "failed",
+        type=type(error).__name__,
+        traceback="".join(traceback.format_exception(type(error), error, frames_of_the_script(error))),
+        first_types=[kind.__name__ for kind in type(first).__mro__],
+        first_message="".join(traceback.format_exception_only(first)),
+    )
+
+
+def frames_of_the_script(error: BaseException) -> TracebackType | None:
+    """The traceback from the first frame on that is not ours."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OUR_FILES:
+        frames = frames.tb_next
+    return frames
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The exception at the top of the printed chain."""
+    seen = {id(error)}
+    while True:
+        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if before is None or id(before) in seen:
+            return error
+        seen.add(id(before))
+        error = before
 
 
 def _shorten(text: str) -> str:

@@ -33,7 +33,8 @@ def supervise(
 
     Each worker has its share of the threads and, in torchrun's variables, its place; their output comes with the rank
     in front, unless there is but one. The first failure ends the run within two seconds and is shown; an interrupt
-    gives the workers ten seconds to save, a second one none. No process outlives this call, nor this process.
+    gives the workers ten seconds to save, a second one none. No worker outlives this call or this process, nor do its
+    children, unless they began a session of their own.
 
     ``environment`` replaces ours as the base of the workers'; ``on_report`` is called with the rank and what its
     worker reported.

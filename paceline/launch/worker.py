@@ -11,9 +11,7 @@ import os
 import runpy
 import signal
 import sys
-import traceback
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from paceline.launch import reports
@@ -30,6 +28,7 @@ def main() -> NoReturn:
         _die_with(process)
         reports.connect(descriptor)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         _run(sys.argv[1:])
     except SystemExit as error:
         _report_exit(error.code)
@@ -38,7 +37,7 @@ def main() -> NoReturn:
         _show(error)
         sys.exit(130)
     except BaseException as error:
-        _report_failure(error)
+        reports.report_failure(error)
         _show(error)
         sys.exit(1)
     _report_exit(None)
@@ -71,42 +70,10 @@ def _report_exit(code: object) -> None:
     reports.report("exiting", code=number & 0xFF)
 
 
-def _report_failure(error: BaseException) -> None:
-    """Send the traceback, and what it goes back to: that tells a cause from what a neighbour's death led to."""
-    first = _first_cause(error)
-    reports.report(
-        "failed",
-        type=type(error).__name__,
-        traceback="".join(traceback.format_exception(type(error), error, _users_frames(error))),
-        first_types=[kind.__name__ for kind in type(first).__mro__],
-        first_message="".join(traceback.format_exception_only(first)),
-    )
-
-
 def _show(error: BaseException) -> None:
     """Print the traceback, unless a supervisor does it: that of one worker, not of all."""
     if not reports.supervised():
-        sys.excepthook(type(error), error, _users_frames(error))
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """The exception at the top of the printed chain."""
-    seen = {id(error)}
-    while True:
-        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if before is None or id(before) in seen:
-            return error
-        seen.add(id(before))
-        error = before
-
-
-def _users_frames(error: BaseException) -> TracebackType | None:
-    """The traceback from the first frame of the script on."""
-    own = (__file__, runpy.__file__, "<frozen runpy>")
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in own:
-        frames = frames.tb_next
-    return frames
+        sys.excepthook(type(error), error, reports.frames_of_the_script(error))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         if process_group is None:
-            peers, _ = default_peers(device)
+            peers = default_peers(device)
         else:
             peers = Peers(process_group, process_group.rank(), process_group.size(), device)
         policy = AllReduce(bucket_cap_mb=bucket_cap_mb)

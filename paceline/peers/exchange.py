@@ -46,7 +46,7 @@ class Exchange(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group."""
+        """Let go of the model; the group stays."""
         ...
 
 
@@ -57,16 +57,16 @@ def connect(model: nn.Module, policy: Policy, *, group: Any, place: tuple[int, i
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if group is not None:
-        peers, made = Peers(group, group.rank(), group.size(), device), False
+        peers = Peers(group, group.rank(), group.size(), device)
     elif place is not None or torch.distributed.is_initialized():
-        peers, made = default_peers(device, place)
+        peers = default_peers(device, place)
     else:
         return Alone()
     if peers.size == 1:
         return Alone()
     if not isinstance(policy, AllReduce):
         raise UsageError(f"policy {policy} cannot run on {peers.size} workers")
-    return AllReduceExchange(model, peers, policy, made_group=made)
+    return AllReduceExchange(model, peers, policy)
 
 
 class Alone:
@@ -100,9 +100,8 @@ class Alone:
 class AllReduceExchange:
     """Average the gradients of ``model`` over ``peers`` in every step; its buffers follow worker 0's."""
 
-    def __init__(self, model: nn.Module, peers: Peers, policy: AllReduce, *, made_group: bool = False) -> None:
+    def __init__(self, model: nn.Module, peers: Peers, policy: AllReduce) -> None:
         self.rank, self.world_size = peers.rank, peers.size
-        self._made_group = made_group
         self._peers = peers
         self._model = model
         check_same_model(model, peers)
@@ -152,8 +151,6 @@ class AllReduceExchange:
 
     def close(self) -> None:
         self._reducer.close()
-        if self._made_group and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def check_same_model(model: nn.Module, peers: Peers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 from collections.abc import Iterator
@@ -90,16 +91,22 @@ class Peers:
             ) from error
 
 
-def default_peers(device: torch.device, place: tuple[int, int] | None = None) -> tuple[Peers, bool]:
-    """Join torch's default process group, making it if need be; say whether it was made.
+def default_peers(device: torch.device, place: tuple[int, int] | None = None) -> Peers:
+    """Join torch's default process group, making it if need be.
 
     It is made at ``MASTER_ADDR`` and ``MASTER_PORT``, with the rank and size of ``place`` or else of torchrun's
-    variables: Gloo for CPU tensors, NCCL for CUDA ones.
+    variables: Gloo for CPU tensors, NCCL for CUDA ones. It stays for further sessions until the process ends, for a
+    group of the same name cannot be made a second time.
     """
-    made = not dist.is_initialized()
-    if made:
+    if not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
         rank, size = place if place is not None else (-1, -1)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=size)
-    return Peers(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device), made
+        atexit.register(_leave_default_group)
+    return Peers(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
+
+
+def _leave_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

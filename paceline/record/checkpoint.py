@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -127,8 +128,6 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _as_bytes(tensor: Tensor) -> Any:
-    import torch
-
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
@@ -145,7 +144,8 @@ def _write_failure(path: Path, tensors: Mapping[str, Tensor], error: Exception) 
     full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
     if not full:
         return f"could not write the checkpoint {path}: {error}"
-    free = shutil.disk_usage(path.parent).free
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    free = shutil.disk_usage(there).free
     return (
         f"could not write the checkpoint {path}: the disk is full ({wanted / 1e6:.1f} MB wanted, "
         f"{free / 1e6:.1f} MB free); the checkpoints before it are untouched; free some space and resume"

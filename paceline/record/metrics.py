@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
+
+from paceline.errors import PacelineError, UsageError
 
 Value = Any  # number, string, None, or a tensor with one element
 
 
 class MetricsWriter:
-    """Append events to ``metrics.jsonl``; tensors are turned into numbers only when lines are flushed.
+    """Append events to ``metrics.jsonl``, some at a time; a GPU's numbers are waited for only then.
 
     ``length`` (after a flush) goes into every checkpoint, so that a resumed run can cut off what was written
     after it and repeat those lines exactly.
     """
 
     def __init__(self, path: Path, *, length: int = 0, flush_every: int = 64) -> None:
-        self._file = path.open("ab")
-        self._file.truncate(min(length, self._file.seek(0, os.SEEK_END)))
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._length = min(length, self._file.seek(0, os.SEEK_END))
+        self._file.truncate(self._length)
         self._pending: list[dict[str, Value]] = []
         self._flush_every = flush_every
 
-    def write(self, event: str, **values: Value) -> None:
-        """Add one line; ``time`` is seconds since the epoch."""
-        self._pending.append({"event": event, "time": time.time(), **values})
+    def write(self, event: str, /, **values: Value) -> None:
+        """Add one line; ``time`` is seconds since the epoch. What is no number or text is refused by name."""
+        line = {name: as_number(value, name) for name, value in values.items()}
+        self._pending.append({"event": event, "time": time.time(), **line})
         if len(self._pending) >= self._flush_every:
             self.flush()
 
     def flush(self) -> int:
-        """Write what is pending and return the file's length."""
-        for values in self._pending:
-            numbers = {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
-            self._file.write(json.dumps(numbers).encode() + b"\n")
+        """Write what is pending, all of it or nothing, and return the file's length."""
+        lines = b"".join(_as_line(values) for values in self._pending)
+        try:
+            rest = lines
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError as error:
+            self._file.truncate(self._length)
+            raise PacelineError(f"could not write {self._path}: {error.strerror}; nothing of it is lost yet") from error
+        self._length += len(lines)
         self._pending.clear()
-        self._file.flush()
-        return self._file.seek(0, os.SEEK_END)
+        return self._length
 
     def sync(self) -> int:
         """Flush and make the lines survive a power cut; return the file's length."""
@@ -49,8 +61,37 @@ class MetricsWriter:
         return length
 
     def close(self) -> None:
-        self.flush()
-        self._file.close()
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+
+def as_number(value: Value, name: str = "a value") -> Value:
+    """A value as JSON will hold it; of a GPU's tensor a copy, to be read when lines are flushed."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().clone() if value.is_cuda else value.item()
+    if isinstance(value, np.generic):
+        return value.item()
+    if not _is_json(value):
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise UsageError(f"metrics hold numbers and texts, and {name} is {found}; reduce it to one number")
+    return value
+
+
+def _is_json(value: Value) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_json(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _as_line(values: dict[str, Value]) -> bytes:
+    numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+    # JSON knows no NaN and no infinity: a strict reader would stop at the first one.
+    finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in numbers.items()}
+    return json.dumps(finite).encode() + b"\n"
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -67,10 +67,12 @@ class Run:
         aside.rename(self.path / "config.json")
 
     def close(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
-            self.metrics = None
-        self.close_lock()
+        metrics, self.metrics = self.metrics, None
+        try:
+            if metrics is not None:
+                metrics.close()
+        finally:
+            self.close_lock()
 
     def close_lock(self) -> None:
         self._lock.close()
@@ -82,7 +84,10 @@ class Run:
             raise UsageError(f"cannot make the run directory {self.path}: {error.strerror}") from error
 
     def _take_lock(self) -> IO[str]:
-        lock = (self.path / "run.lock").open("a+")
+        try:
+            lock = (self.path / "run.lock").open("a+")
+        except OSError as error:
+            raise UsageError(f"cannot write to {self.path / 'run.lock'}: {error.strerror}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

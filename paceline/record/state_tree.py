@@ -36,6 +36,8 @@ def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
         (tag, value), *_ = tree.items()
         if tag == "$tensor":
             return tensors[value]
+        if tag == "$array":
+            return tensors[value].numpy()
         if tag == "$tuple":
             return tuple(unpack(item, tensors) for item in value)
         if tag == "$dict":
@@ -46,22 +48,34 @@ def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _pack(value: object, path: str, tensors: dict[str, Tensor]) -> Tree:
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
-        return value.item() if isinstance(value, np.generic) else value
+        return value
     if isinstance(value, Tensor):
         return {"$tensor": _add_tensor(value, path, tensors)}
-    if isinstance(value, np.ndarray | np.generic):
-        return {"$tensor": _add_tensor(torch.from_numpy(np.array(value)), path, tensors)}
+    if isinstance(value, np.ndarray):
+        return {"$array": _add_tensor(_from_numpy(value, path), path, tensors)}
     if isinstance(value, Mapping):
         return _pack_mapping(value, path, tensors)
     if isinstance(value, list | tuple):
         items = [_pack(item, f"{path}.{place}", tensors) for place, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
-    raise CheckpointError(
-        f"cannot save {path.lstrip('.') or 'the state'}: a checkpoint holds tensors, numbers, strings and "
-        f"containers of them, not {type(value).__module__}.{type(value).__qualname__}; "
-        "leave it out of state_dict() or turn it into one of those"
+    raise _cannot_save(path, f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _cannot_save(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot save {path.lstrip('.') or 'the state'}: a checkpoint holds tensors, numbers, strings and containers "
+        f"of them, not {what}; leave it out of state_dict() or turn it into one of those"
     )
+
+
+def _from_numpy(array: np.ndarray[Any, Any], path: str) -> Tensor:
+    try:
+        return torch.from_numpy(array.copy())
+    except (TypeError, ValueError) as error:
+        raise _cannot_save(path, f"a numpy array of {array.dtype}") from error
 
 
 def _pack_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Tree:
@@ -73,18 +87,22 @@ def _pack_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor
 
 
 def _add_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
-    if tensor.layout != torch.strided:
-        raise CheckpointError(
-            f"cannot save {path.lstrip('.')}: its layout is {tensor.layout}, a checkpoint holds dense tensors; "
-            "convert it with to_dense() in state_dict()"
-        )
-    base = path.lstrip(".") or "state"
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.dtype == torch.complex128:
+        kind = "a tensor without data" if tensor.is_meta else f"a {tensor.layout} tensor of {tensor.dtype}"
+        raise _cannot_save(path, kind)
+    base = _file_name(path.lstrip("."))
     name, suffix = base, 1
     while name in tensors:  # the paths of {"a.b": x} and {"a": {"b": y}} read the same
         suffix += 1
         name = f"{base}~{suffix}"
     tensors[name] = tensor.detach()
     return name
+
+
+def _file_name(path: str) -> str:
+    """The name of a tensor in the file: its path, unless safetensors could not hold that."""
+    encodable = path.encode("utf-8", "ignore").decode() == path
+    return path if path and encodable and path != "__metadata__" else f"tensor:{path!a}"
 
 
 def _key(value: Any) -> Any:
