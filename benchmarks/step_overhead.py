@@ -89,7 +89,8 @@ def with_session(source: list[tuple[Tensor, ...]] | TensorDataset, seed: int | N
 
 
 def measure(what: str, hand: Loop, session: Loop, rounds: int) -> dict[str, float | str]:
-    hand(), session()
+    hand()
+    session()
     times = [(seconds(hand), seconds(session)) for _ in range(rounds)]
     return {
         "what": what,

@@ -2,9 +2,9 @@
 
     python benchmarks/views_or_copy.py [--json] [--quick]
 
-`copy` starts backward without gradients: autograd hands over the tensor it has just made, and a hook multiplies it into
-its place in the bucket. `views` leaves the places in `p.grad`, cleared: autograd adds into them, and a hook scales them.
-The figure is the median over the rounds of the ratio of the times of forward, backward and filling the buckets.
+`copy` starts backward without gradients: autograd hands over the tensor it has just made, and a hook multiplies it
+into its place in the bucket. `views` leaves the places in `p.grad`, cleared: autograd adds into them, and a hook scales
+them. The figure is the median over the rounds of the ratio of the times of forward, backward and filling the buckets.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from workloads import EXACT, Workload
 
 from paceline.peers.buckets import aligned_offsets
-from workloads import EXACT, Workload
 
 SCALE = 0.5
 STEPS = 10
@@ -43,7 +43,8 @@ def main() -> None:
 
 def measure(name: str, workload: Workload, rounds: int) -> dict[str, float | str]:
     copy, views = stepper(workload, keep_views=False), stepper(workload, keep_views=True)
-    copy(), views()
+    copy()
+    views()
     times = [(seconds(copy), seconds(views)) for _ in range(rounds)]
     return {
         "model": name,
@@ -74,7 +75,8 @@ def stepper(workload: Workload, *, keep_views: bool) -> Callable[[], None]:
 
     def steps() -> None:
         for _ in range(STEPS):
-            flat.zero_() if keep_views else None
+            if keep_views:
+                flat.zero_()
             for parameter, view in zip(model.parameters(), views, strict=True):
                 parameter.grad = view if keep_views else None
             torch.autograd.backward(workload.loss(model, batch))

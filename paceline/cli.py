@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
+import math
 import signal
 import sys
 import time
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from paceline.errors import PacelineError, UsageError, unknown_name
+from paceline.errors import CommError, PacelineError, UsageError, unknown_name
 from paceline.launch.reports import supervised
 from paceline.version import __version__
 
@@ -61,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if supervised():  # its supervisor shows the failure, once for all workers
             raise
         _fail(str(error), 2 if isinstance(error, UsageError) else 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _fail(f"{error.strerror}: {error.filename or 'a file of the run'}; free some space and resume", 1)
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
@@ -101,8 +107,7 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.pass_context
 def train(context: click.Context, /, workers: int, resume: str | None, as_json: bool, **options: Any) -> None:
     """Train a built-in PROBLEM, or the one that a Python file makes (path/to/file.py)."""
-    from paceline.policies import parse_policy
-    from paceline.training import TrainConfig, load_config_problem, training_sampler
+    from paceline.training import TrainConfig, check_config, load_config_problem
 
     if workers < 1:
         raise UsageError(f"--workers must be at least 1, got {workers}")
@@ -110,16 +115,15 @@ def train(context: click.Context, /, workers: int, resume: str | None, as_json: 
         options = {**_saved_options(resume), **_typed(context, options), "run": resume, "resume": True}
     schedule = _schedule_config(options)
     config = TrainConfig(schedule=schedule, **options)
-    parse_policy(config.policy)
     problem = load_config_problem(config)
-    training_sampler(config, problem, workers)
+    check_config(config, problem, workers)
     config = dataclasses.replace(config, run=config.run or _free_directory(problem.name))
     try:
         result = _train_here(config, problem, as_json) if workers == 1 else _train_on(workers, config, as_json)
     except KeyboardInterrupt:
         _fail(f"interrupted; go on with: paceline train --resume {config.run}", 130)
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps({n: None if v != v or v in (math.inf, -math.inf) else v for n, v in result.items()}))
         return
     goal = "" if result["target"] is None else f" (target {result['target']:g})"
     spent = f"after {result['steps']} steps in {result['seconds']:.1f} s"
@@ -132,9 +136,9 @@ def _train_here(config: TrainConfig, problem: Problem, quiet: bool) -> dict[str,
     from paceline.report.terminal import ProgressLine
     from paceline.training import train as train_problem
 
-    with _stop_on_sigterm(), contextlib.ExitStack() as stack:
+    with _asked_to_stop() as stop, contextlib.ExitStack() as stack:
         watch = None if quiet else stack.enter_context(ProgressLine(problem.name))
-        return train_problem(config, problem, watch).as_dict()
+        return train_problem(config, problem, watch, lambda: bool(stop)).as_dict()
 
 
 def _train_on(workers: int, config: TrainConfig, quiet: bool) -> dict[str, Any]:
@@ -182,8 +186,14 @@ def train_worker(config: str) -> None:
             last = time.monotonic()
             report("progress", step=progress.step, progress=dataclasses.asdict(progress))
 
-    with _stop_on_sigterm():
-        result = train_problem(TrainConfig(schedule=ScheduleConfig(**schedule), **values), watch=watch)
+    with _asked_to_stop() as stop:
+        whole = TrainConfig(schedule=ScheduleConfig(**schedule), **values)
+        try:
+            result = train_problem(whole, watch=watch, stop=lambda: bool(stop))
+        except CommError as error:
+            if stop:  # worker 0 has saved and gone
+                raise KeyboardInterrupt from error
+            raise
     report("result", result=result.as_dict())
 
 
@@ -224,13 +234,21 @@ def _typed(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
 
 def _saved_options(run: str) -> dict[str, Any]:
     """Read back the options of a run that ``paceline train`` made."""
+    from paceline.schedules import ScheduleConfig
+    from paceline.training import TrainConfig
+
     file = Path(run) / "config.json"
     try:
-        saved: dict[str, Any] = json.loads(file.read_text())["train"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"--resume wants the directory of a run of 'paceline train'; no such {file}") from error
-    schedule = saved.pop("schedule")
-    schedule["decay_epochs"] = ",".join(str(epoch) for epoch in schedule["decay_epochs"])
+        saved: dict[str, Any] = dict(json.loads(file.read_text())["train"])
+        schedule = dict(saved.pop("schedule"))
+        schedule["decay_epochs"] = ",".join(str(epoch) for epoch in schedule["decay_epochs"])
+        known = {field.name for kind in (TrainConfig, ScheduleConfig) for field in dataclasses.fields(kind)}
+        if not {*saved, *schedule, "schedule"} <= known:
+            raise ValueError("options of another version")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"--resume wants the directory of a run of 'paceline train'; {file} is missing or not of one"
+        ) from error
     return {**saved, **schedule}
 
 
@@ -243,13 +261,35 @@ def _free_directory(problem: str) -> str:
             path.mkdir(parents=True)
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the run directory {path}: {error.strerror}; choose one with --run"
+            ) from error
         else:
             return str(path)
 
 
 @contextlib.contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """Collect the first SIGINT or SIGTERM, for a run to stop at a good moment; a second one interrupts at once."""
+    caught: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def _stop_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM (a scheduler's or a user's kill) end a run as Ctrl-C does: saved and resumable."""
+    """Let SIGTERM end a study as Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

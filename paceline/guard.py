@@ -59,7 +59,8 @@ class LossGuard:
         if bad is None:
             return False
         where = self.locate()
-        if self.on_nan == "skip" and where.world_size > 1 and everybody is None:
+        together = where.world_size == 1 or (everybody is not None and not math.isfinite(everybody))
+        if self.on_nan == "skip" and not together:
             raise self._error(bad, "workers can only skip together if the loss is recorded before backward()")
         if self.on_nan == "skip":
             return True

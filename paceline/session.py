@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.data.feed import make_feed
 from paceline.data.sampler import Last
 from paceline.data.stream import BatchStream
-from paceline.errors import CheckpointError, CommError, UsageError, unknown_name
+from paceline.errors import CheckpointError, UsageError, unknown_name
 from paceline.guard import LossGuard, OnNaN, SkipUpdate, Where
 from paceline.launch.environment import asked_policy, read_world
 from paceline.launch.reports import report, report_failure
@@ -108,23 +108,35 @@ def join(
     policy = parse_policy(policy if policy is not None else asked_policy() or "all-reduce")
     report("joined")  # before others are waited for: then one that never joins is found out
     exchange = connect(trainee.model, policy, group=group, place=_place())
-    session = Session(
-        trainee,
-        policy=policy,
-        exchange=exchange,
-        clock=StepClock(model) if run is not None or exchange.world_size > 1 else None,
-        seed=seed,
-        run=Run(run, resume=bool(resume), keep=keep) if run is not None and exchange.rank == 0 else None,
-        save_every=save_every,
-        log_every=log_every,
-        on_nan=on_nan,
-    )
+    opened = session = None
     try:
+        if run is not None and exchange.rank == 0:
+            opened = _open_run(run, resume, keep)
+        session = Session(
+            trainee,
+            policy=policy,
+            exchange=exchange,
+            clock=StepClock(model) if run is not None or exchange.world_size > 1 else None,
+            seed=seed,
+            run=opened,
+            save_every=save_every,
+            log_every=log_every,
+            on_nan=on_nan,
+        )
         session._start(Path(run) if run is not None else None, resume, dict(config or {}))
     except BaseException:
-        session.close()
+        for thing in (session,) if session is not None else (opened, exchange):
+            if thing is not None:
+                thing.close()
         raise
     return session
+
+
+def _open_run(path: str | Path, resume: bool | str | Path, keep: int) -> Run:
+    """Open the run's directory; one that holds a run already only to go on with it, not from another's checkpoint."""
+    run_checkpoints = Path(path) / "checkpoints"
+    goes_on = resume if isinstance(resume, bool) else Path(resume).absolute().parent == run_checkpoints.absolute()
+    return Run(path, resume=goes_on, keep=keep)
 
 
 class Step:
@@ -209,12 +221,10 @@ class Session:
         self._blocks = 0  # step blocks entered, accumulating ones too
         self._current: Step | None = None
         self._accumulating = False
-        self._updating = False
         self._saved_at: int | None = None
         self._closed = False
         self._metrics_bytes = 0
         self._examples = 0  # of this worker in the update under way
-        self._total: int | None = 0  # of all workers, where known
         self._bad_loss: float | None = None  # found in an accumulating block of the update under way
 
     # The loop ---------------------------------------------------------------------------------------------
@@ -243,10 +253,11 @@ class Session:
         def evaluate() -> Tensor:
             self._trainee.clear_gradients()
             with torch.enable_grad():
-                self._arm(step)
-                loss = self.mean(closure(), examples=self._examples)
+                self._arm(step, self._examples, None)
+                loss = closure()
                 self._exchange.finish()
-                self._exchange.abandon()
+                self._exchange.release()
+                loss = self.mean(loss, examples=self._examples)
             first = "loss" not in step.recorded
             step.recorded.setdefault("loss", loss)
             self._guard.check_closure(float(loss), first=first)
@@ -356,9 +367,9 @@ class Session:
         if isinstance(error, Exception):
             report_failure(error)  # before anything that takes time: neighbours will soon fail because of it
         try:
-            # After Ctrl-C, or when another worker died, the parameters are whole unless the update was under way.
-            whole = kind is None or (issubclass(kind, KeyboardInterrupt | CommError) and not self._updating)
-            if self.run is not None and whole and self._saved_at != self.steps:
+            # Only what ended well: after an exception the step under way has moved streams, buffers and data already,
+            # and the checkpoint before it is the one from which a resumed run is exact.
+            if self.run is not None and kind is None and self._saved_at != self.steps:
                 self._accumulating = False  # gradients of an update that will not be are let go
                 self.save()
         finally:
@@ -369,64 +380,74 @@ class Session:
     def _begin(self, step: Step) -> None:
         if self._current is not None:
             raise UsageError(f"step {self.steps}: a step was opened inside another; leave the first block before")
-        self._current = step
         if self._seeded:
             seed_streams(derive_seed(self.seed, self.rank, "step", self._blocks))
         self._blocks += 1
         fresh = not self._accumulating
         if fresh:
             self._trainee.clear_gradients()
-            self._examples, self._total, self._bad_loss = 0, 0, None
+            self._examples, self._bad_loss = 0, None
             self._guard.remember_buffers(self._trainee.model)
-        self._count_examples(step)
+        own, total = self._count_examples(step)
         if step.accumulate:
-            self._exchange.abandon()
+            self._exchange.accumulate(examples=own, total=total)
         elif step.closure is None:
-            self._arm(step)
+            self._arm(step, own, total)
+        self._current = step
         if self._clock is not None:
             self._clock.start(fresh=fresh)
 
-    def _count_examples(self, step: Step) -> None:
-        """Add up the examples of this update's blocks; the total of all workers is None where nobody knows it."""
+    def _count_examples(self, step: Step) -> tuple[int, int | None]:
+        """The examples of this block, here and of all workers; the latter is None where nobody knows it."""
         batch, total = self._data.batch, None
-        if step.examples is None and batch is not None:
+        if step.examples is None and batch is not None and batch.examples is not None:
             step.examples, total = batch.examples, batch.total
-        self._examples += 1 if step.examples is None else step.examples
-        self._total = self._total + total if self._total is not None and total is not None else None
+        elif step.examples is not None and not (isinstance(step.examples, int) and step.examples >= 0):
+            raise UsageError(f"step {self.steps}: examples must be a whole number of at least 0, got {step.examples}")
+        elif batch is not None and step.examples is None and self.world_size > 1:
+            raise UsageError(
+                f"step {self.steps}: cannot tell how many examples are in a batch of {type(batch.data).__name__}, "
+                "by which the workers' gradients are weighted; say it: session.step(examples=n)"
+            )
+        own = 1 if step.examples is None else step.examples
+        self._examples += own
+        return own, total
 
-    def _arm(self, step: Step) -> None:
-        self._exchange.begin(examples=self._examples, total=self._total, loss=lambda: self._loss_of(step))
+    def _arm(self, step: Step, examples: int, total: int | None) -> None:
+        # Blocks and updates together: a worker that has failed in a block, or skipped an update, is found out.
+        tag = 37 * self._blocks + self.steps
+        self._exchange.begin(examples=examples, total=total, loss=lambda: self._loss_of(step), tag=tag)
 
     def _loss_of(self, step: Step) -> float | None:
-        """The update's loss: that of its last block, unless one before it was bad."""
-        return step.loss() if self._bad_loss is None else self._bad_loss
+        """The update's loss: that of its last block, unless one before it was bad; none of borrowed data."""
+        if self._bad_loss is not None:
+            return self._bad_loss
+        return step.loss() if step.examples != 0 else None
 
     def _end(self, step: Step, failed: bool) -> None:
         self._current = None
         self._accumulating = step.accumulate and not failed
         if failed:
-            self._exchange.abandon()
+            self._exchange.release(failed=True)
             return
         outcome = self._exchange.finish() if not step.accumulate and step.closure is None else None
         if self._clock is not None:
             self._clock.computed(outcome)
         if step.accumulate:
-            loss = step.loss()
-            self._bad_loss = loss if loss is not None and not math.isfinite(loss) else self._bad_loss
+            loss = self._loss_of(step)
+            self._bad_loss = loss if loss is not None and not math.isfinite(loss) else None
             self._data.use()
             return
         rate = as_number(self._trainee.optimizers[0].param_groups[0]["lr"])  # before a scheduler changes it
         told = outcome.loss if outcome is not None else None
         step.skipped = self._guard.skips(self._loss_of(step), told)
-        self._updating = True
         if step.skipped:
             self._guard.restore_buffers(self._trainee.model)
         else:
             self._update(step)
         self.steps += 1
         self._data.use()
-        self._updating = False
-        self._exchange.abandon()  # a backward pass between steps is the user's own
+        self._exchange.release()  # a backward pass between steps is the user's own
         if self._clock is not None:
             self.timing = self._clock.updated(outcome, self.rank)
         if self.run is not None:
@@ -472,15 +493,19 @@ class Session:
             if state is not None:
                 self._load(state)
         if self.run is not None:
-            self.run.open_metrics(self._metrics_bytes)
             self.run.write_config({**self._describe(), **config})
+            self.run.open_metrics(self._metrics_bytes)
 
     def _find_checkpoint(self, file: Path | None) -> dict[str, Any] | None:
         """The checkpoint to go on from: the file named, or the run's newest that can be used."""
         if self.rank != 0:
             return None
         if file is not None:
-            return self._checked(file, read_checkpoint(file))
+            found = self._checked(file, read_checkpoint(file))
+            if self.run is not None and file.absolute().parent == self.run.checkpoints.path.absolute():
+                self._metrics_bytes = found["session"]["metrics_bytes"]
+                self.run.checkpoints.drop_after(file)
+            return found
         assert self.run is not None, "worker 0 has the run"
         refused = []
         for candidate, state in self.run.checkpoints.newest():
@@ -500,9 +525,13 @@ class Session:
         return None
 
     def _checked(self, file: Path, state: dict[str, Any]) -> dict[str, Any]:
-        mismatch = self._trainee.mismatch(state["trainee"])
-        if mismatch is not None:
-            raise CheckpointError(f"{file} belongs to something else: {mismatch}")
+        try:
+            mismatch = self._trainee.mismatch(state["trainee"])
+            parts = [state[part] for part in ("data", "session", "streams")]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{file} does not hold the state of a session: {error!r}") from error
+        if mismatch is not None or not all(isinstance(part, dict) for part in parts):
+            raise CheckpointError(f"{file} belongs to something else: {mismatch or 'its parts are no session'}")
         return state
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -567,6 +596,14 @@ def _as_tuple(what: str, given: Any, kind: type) -> tuple[Any, ...]:
 def _check(trainee: Trainee) -> None:
     if not isinstance(trainee.model, nn.Module):
         raise UsageError(f"model must be a torch module, got {type(trainee.model).__name__}")
+    inside = {id(parameter) for parameter in trainee.model.parameters()}
+    for optimizer in trainee.optimizers:
+        groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(id(parameter) not in inside for parameter in groups):
+            raise UsageError(
+                "the optimizer has parameters that are not in the model, so they would be neither saved nor averaged; "
+                "join one module that holds them all, such as nn.ModuleList([model, other])"
+            )
     if trainee.clip_norm is not None and not trainee.clip_norm > 0:
         raise UsageError(f"clip_norm must be above 0, got {trainee.clip_norm}")
     if trainee.scaler is not None and not isinstance(trainee.scaler, torch.amp.GradScaler):

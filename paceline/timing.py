@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from paceline.peers.reducer import Outcome
@@ -53,14 +54,15 @@ class StepClock:
         self._mark = self._forward_end = time.perf_counter()
 
     def _forward_done(self, *_: object) -> None:
-        self._forward_end = time.perf_counter()
+        if torch.is_grad_enabled():  # an evaluation inside the step is not its forward pass
+            self._forward_end = time.perf_counter()
 
     def computed(self, outcome: Outcome | None) -> None:
         """The block's backward is over, and its exchange if there was one."""
         self._done = time.perf_counter()
         ended = outcome.backward_ended if outcome is not None else self._done
         self._forward += self._forward_end - self._mark
-        self._backward += ended - self._forward_end
+        self._backward += max(0.0, ended - self._forward_end)
 
     def updated(self, outcome: Outcome | None, rank: int) -> Timing:
         """The optimizer has stepped."""

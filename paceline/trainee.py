@@ -61,6 +61,7 @@ class Trainee:
         return {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizer_names": [type(optimizer).__name__ for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "stateful": {name: thing.state_dict() for name, thing in self.stateful.items()},
@@ -71,6 +72,7 @@ class Trainee:
         return (
             _tensor_mismatch(self.model.state_dict(), state["model"])
             or _count_mismatch("optimizers", len(self.optimizers), len(state["optimizers"]))
+            or self._optimizer_mismatch(state["optimizer_names"])
             or self._group_mismatch(state["optimizers"])
             or _count_mismatch("schedulers", len(self.schedulers), len(state["schedulers"]))
             or _presence_mismatch("a GradScaler", self.scaler is not None, state["scaler"] is not None)
@@ -104,6 +106,12 @@ class Trainee:
                 self.scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), norm)
 
+    def _optimizer_mismatch(self, saved: Sequence[str]) -> str | None:
+        for place, (optimizer, name) in enumerate(zip(self.optimizers, saved, strict=True)):
+            if type(optimizer).__name__ != name:
+                return f"optimizer {place} is {type(optimizer).__name__} here and {name} there"
+        return None
+
     def _group_mismatch(self, saved: Sequence[Mapping[str, Any]]) -> str | None:
         for place, (optimizer, state) in enumerate(zip(self.optimizers, saved, strict=True)):
             here = [len(group["params"]) for group in optimizer.param_groups]
@@ -119,8 +127,12 @@ def _tensor_mismatch(here: Mapping[str, Any], there: Mapping[str, Any]) -> str |
         return names
     for name, value in here.items():
         other = there[name]
-        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
+        if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+            continue
+        if value.shape != other.shape:
             return f"{name} has the shape {tuple(value.shape)} here and {tuple(other.shape)} there"
+        if value.dtype != other.dtype:
+            return f"{name} is {value.dtype} here and {other.dtype} there"
     return None
 
 

@@ -19,6 +19,7 @@ from paceline.errors import UsageError, unknown_name
 from paceline.guard import OnNaN
 from paceline.launch.environment import read_world
 from paceline.optim import make_optimizer
+from paceline.policies import parse_policy
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.schedules import ScheduleConfig
 from paceline.seeding import derive_seed, seed_streams
@@ -52,6 +53,10 @@ class TrainConfig:
     on_nan: OnNaN = "stop"
 
     def __post_init__(self) -> None:
+        if self.on_nan not in get_args(OnNaN):
+            raise unknown_name("on-nan choice", self.on_nan, get_args(OnNaN))
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed}")
         if self.precision not in get_args(Precision):
             raise unknown_name("precision", self.precision, get_args(Precision))
         for name in ("batch_size", "epochs", "max_steps", "save_every", "log_every"):
@@ -97,11 +102,27 @@ class TrainResult:
 Watch = Callable[[Progress], None]
 
 
-def train(config: TrainConfig, problem: Problem | None = None, watch: Watch | None = None) -> TrainResult:
-    """Train a problem to the end of its epochs and evaluate it."""
+def train(
+    config: TrainConfig,
+    problem: Problem | None = None,
+    watch: Watch | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> TrainResult:
+    """Train a problem to the end of its epochs and evaluate it.
+
+    When ``stop`` says so, the run is saved after the update under way and left by a ``KeyboardInterrupt``.
+    """
     if problem is None:
         problem = load_config_problem(config)
-    return _Training(config, problem, watch).run()
+    return _Training(config, problem, watch, stop).run()
+
+
+def check_config(config: TrainConfig, problem: Problem, workers: int = 1) -> None:
+    """Raise what would be raised by ``train`` before its first step, without making a run."""
+    parse_policy(config.policy)
+    pick_device(config.device)
+    make_optimizer(config.optimizer or problem.recipe.optimizer, problem.make_model().parameters())
+    training_sampler(config, problem, workers)
 
 
 def training_sampler(config: TrainConfig, problem: Problem, workers: int) -> ShardedSampler:
@@ -145,9 +166,9 @@ def evaluate(
 class _Training:
     """One call of ``train``: the objects it needs, made in the order that seeds require."""
 
-    def __init__(self, config: TrainConfig, problem: Problem, watch: Watch | None) -> None:
-        self.config, self.problem, self.watch = config, problem, watch
-        self.device = _pick_device(config.device)
+    def __init__(self, config: TrainConfig, problem: Problem, watch: Watch | None, stop: Callable[[], bool]) -> None:
+        self.config, self.problem, self.watch, self.stop = config, problem, watch, stop
+        self.device = pick_device(config.device)
         self.batch_size = config.batch_size or problem.recipe.batch_size
         self.epochs = config.epochs or problem.recipe.epochs
         seed_streams(derive_seed(config.seed, "model"))
@@ -216,6 +237,9 @@ class _Training:
                     return
                 loss = self._step(session, inputs.to(self.device), targets.to(self.device))
                 examples += len(inputs) * session.world_size
+                if self.stop() and session.rank == 0:  # the others go on until it is gone: it is the one that saves
+                    session.save()
+                    raise KeyboardInterrupt
                 if self.watch is not None:
                     self.watch(
                         Progress(
@@ -272,12 +296,13 @@ def _evaluation_batches(dataset: Dataset[Any], rank: int, world_size: int) -> It
     return DatasetFeed(dataset, sampler).start(0, 0)
 
 
-def _pick_device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
+    """The device of that name, or the best there is for ``auto``."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"device {name!r} cannot be used here: {reason}; try --device cpu") from error

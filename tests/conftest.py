@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+# Bits depend on the number of threads; here, since fixtures of wider scope run before any function's.
+torch.set_num_threads(1)
+
 # Times are noisy on shared machines, so no example has a deadline.
 hypothesis.settings.register_profile("paceline", deadline=None)
 hypothesis.settings.load_profile("paceline")
@@ -26,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_fixed_seed() -> None:
-    """Bits depend on the thread count, so every test runs with one; streams start from a known seed."""
+    """Every test starts with one thread and from a known seed, whatever the one before it did."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
 

@@ -180,9 +180,7 @@ def test_rmsprop_nesterov_keeps_the_look_ahead_point_of_the_textbook_form(
         np.testing.assert_allclose(ahead.detach().numpy(), w + mu * v, rtol=1e-8, atol=1e-10)
 
 
-def random_steps(
-    optimizer: torch.optim.Optimizer, parameters: list[Parameter], seed: int, steps: int
-) -> None:
+def random_steps(optimizer: torch.optim.Optimizer, parameters: list[Parameter], seed: int, steps: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for parameter in parameters:
@@ -304,9 +302,7 @@ def test_a_step_of_lamb_is_as_long_as_the_rate_times_the_weights(lr: float, seed
 
 
 def test_norms_of_a_large_half_precision_layer_do_not_overflow() -> None:
-    parameter = Parameter(
-        torch.full((300, 300), 300.0, dtype=torch.float16)
-    )  # norm 90,000; float16 ends at 65,504
+    parameter = Parameter(torch.full((300, 300), 300.0, dtype=torch.float16))  # norm 90,000; float16 ends at 65,504
     parameter.grad = torch.ones_like(parameter)
     LARS([parameter], lr=1.0, trust=0.1, momentum=0.0).step()
     torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, 270.0))

@@ -114,9 +114,7 @@ def test_an_epoch_goes_on_from_any_step(sampler: ShardedSampler, data: st.DataOb
     consumed = steps[done - 1][0].consumed_after if done else 0
     rest = deal(sampler, consumed)
     assert [joined(step) for step in rest] == [joined(step) for step in steps[done:]]
-    assert [[shard.number for shard in step] for step in rest] == [
-        [s.number for s in step] for step in steps[done:]
-    ]
+    assert [[shard.number for shard in step] for step in rest] == [[s.number for s in step] for step in steps[done:]]
 
 
 @st.composite

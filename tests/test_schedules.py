@@ -286,9 +286,7 @@ def end_of_momentum(optimizer_class: Any, lrs: list[float], momentum: float, see
     momentum=st.floats(0.0, 0.99),
     seed=st.integers(0, 999),
 )
-def test_pitfall_momentum_with_the_rate_inside_needs_a_correction(
-    lrs: list[float], momentum: float, seed: int
-) -> None:
+def test_pitfall_momentum_with_the_rate_inside_needs_a_correction(lrs: list[float], momentum: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     position, velocity, last_lr = torch.ones(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64), lrs[0]
     missing, error = torch.zeros(2, 4, dtype=torch.float64)  # what velocity and position lack uncorrected
@@ -310,9 +308,7 @@ def test_without_the_correction_a_jump_of_the_rate_loses_momentum() -> None:
     uncorrected: dict[str, Any] = {"seed": 0, "momentum": 0.9, "momentum_correction": False}
     corrected = {**uncorrected, "momentum_correction": True}
     assert not torch.allclose(end_of_momentum(LARS, jump, **uncorrected), end_of_momentum(LARS, jump, **corrected))
-    torch.testing.assert_close(
-        end_of_momentum(LARS, steady, **uncorrected), end_of_momentum(LARS, steady, **corrected)
-    )
+    torch.testing.assert_close(end_of_momentum(LARS, steady, **uncorrected), end_of_momentum(LARS, steady, **corrected))
 
 
 def test_momentum_survives_a_rate_of_zero() -> None:

@@ -46,9 +46,7 @@ def test_seeds_have_63_bits(parts: list[int | str]) -> None:
 
 
 def test_how_parts_are_divided_matters() -> None:
-    assert (
-        len({derive_seed("ab", "c"), derive_seed("a", "bc"), derive_seed("abc"), derive_seed("s1:a", "bc")}) == 4
-    )
+    assert len({derive_seed("ab", "c"), derive_seed("a", "bc"), derive_seed("abc"), derive_seed("s1:a", "bc")}) == 4
 
 
 def test_numpy_numbers_count_as_numbers_and_fractions_do_not() -> None:
@@ -97,9 +95,7 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("draws_before", [0, 1, 2, 3])
 @pytest.mark.parametrize("keep", [dict, through_json])
-def test_restored_streams_go_on_with_the_same_draws(
-    draws_before: int, keep: Callable[..., dict[str, Any]]
-) -> None:
+def test_restored_streams_go_on_with_the_same_draws(draws_before: int, keep: Callable[..., dict[str, Any]]) -> None:
     seed_streams(5)
     for _ in range(draws_before):
         draw()

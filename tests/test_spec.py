@@ -185,9 +185,7 @@ def test_text_holds_only_what_differs_from_the_defaults() -> None:
 
 
 def test_equal_settings_have_equal_text() -> None:
-    assert to_spec("ring", Ring(k=3, rate=2, betas=(0, 1))) == to_spec(
-        "ring", Ring(k=3, rate=2.0, betas=(0.0, 1.0))
-    )
+    assert to_spec("ring", Ring(k=3, rate=2, betas=(0, 1))) == to_spec("ring", Ring(k=3, rate=2.0, betas=(0.0, 1.0)))
 
 
 def test_whole_numbers_become_numbers_where_those_are_wanted() -> None:

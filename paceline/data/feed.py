@@ -30,13 +30,18 @@ class Fetched:
     """One batch, and where the feed stands once it has been used."""
 
     data: Any
-    examples: int  # in this worker's batch
+    examples: int | None  # in this worker's batch; None if it cannot be told
     total: int | None  # in all workers' batches of this step, where that is known without asking them
     consumed: int  # the feed's position behind this batch
 
 
 class Feed(Protocol):
     """A source of batches that can start an epoch anywhere in its middle."""
+
+    @property
+    def unit(self) -> str:
+        """What its positions count."""
+        ...
 
     def start(self, epoch: int, consumed: int) -> Iterator[Fetched]:
         """Go to position ``consumed`` of ``epoch`` at once, and give the batches behind it one by one."""
@@ -57,6 +62,8 @@ class DatasetFeed:
     With ``seeded_fetch`` each batch is fetched with random streams seeded from its number, so that random
     augmentations do not depend on what came before; in a DataLoader's worker processes that is always so.
     """
+
+    unit = "samples"
 
     def __init__(
         self,
@@ -110,6 +117,8 @@ class LoaderFeed:
     same number of steps; ``largest`` finds the maximum of a number over all workers.
     """
 
+    unit = "batches"
+
     def __init__(
         self,
         loader: Iterable[Any],
@@ -121,6 +130,7 @@ class LoaderFeed:
         self._loader = loader
         self._world_size = world_size
         self._largest = largest
+        self._last: Fetched | None = None  # to be borrowed when there are no more
         self._seeds = seeds  # run seed and rank, if every batch's streams are to be seeded from its number
 
     def start(self, epoch: int, consumed: int) -> Iterator[Fetched]:
@@ -129,9 +139,12 @@ class LoaderFeed:
             set_epoch(epoch)
         self._seed(epoch, -1)
         batches = iter(self._loader)
+        self._last = None
         for number in range(consumed):
             self._seed(epoch, number)
-            next(batches, None)
+            data = next(batches, None)
+            if data is not None:  # else the batches were borrowed by then
+                self._last = Fetched(data, 0, None, consumed)
         own = self._rest(batches, epoch, consumed)
         return own if self._world_size == 1 else self._as_long_as_the_longest(own)
 
@@ -143,6 +156,11 @@ class LoaderFeed:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        if self._world_size > 1 and self._generators():
+            raise UsageError(
+                "a loader with a generator of its own cannot be resumed on several workers, for a checkpoint holds "
+                "worker 0's alone; leave the generator out, or give session.batches the data set"
+            )
         for generator, saved in zip(self._generators(), state["generators"], strict=False):
             generator.set_state(saved)
         if "streams" in state:
@@ -168,17 +186,19 @@ class LoaderFeed:
 
     def _as_long_as_the_longest(self, own: Iterator[Fetched]) -> Iterator[Fetched]:
         """Ask before every batch whether anybody has one left: nobody knows how long an iterable is."""
-        borrowed: Fetched | None = None
         while True:
             batch = next(own, None)
             if not self._largest(int(batch is not None)):
                 return
-            if batch is None and borrowed is None:
+            if batch is None and self._last is None:
                 raise UsageError(
                     "this worker's loader gave no batch at all while others' did; give it a share of the data"
                 )
-            borrowed = batch or replace(cast(Fetched, borrowed), examples=0)
-            yield borrowed
+            batch = batch or replace(
+                cast(Fetched, self._last), examples=0, consumed=cast(Fetched, self._last).consumed + 1
+            )
+            self._last = batch
+            yield batch
 
 
 def make_feed(
@@ -243,8 +263,12 @@ def _check_indexable(source: Any, batch_size: int | None, loader_options: Mappin
 
 def _can_be_sharded(loader: DataLoader[Any]) -> bool:
     """Whether a loader goes through a whole data set in torch's own way, so that workers can share it out."""
-    plain = type(loader.sampler) in (RandomSampler, SequentialSampler) and type(loader.batch_sampler) is BatchSampler
-    return plain and not (isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement)
+    sampler = loader.sampler
+    if type(loader.batch_sampler) is not BatchSampler:
+        return False
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
 
 
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -259,15 +283,15 @@ def _to_fetch(shard: Shard) -> Tensor:
     return shard.indices if len(shard.indices) else torch.tensor([0])
 
 
-def count_examples(data: Any) -> int:
-    """Count the examples of a batch: the length of the first tensor found in it."""
-    if isinstance(data, Tensor):
+def count_examples(data: Any) -> int | None:
+    """Count the examples of a batch: the length of the first tensor or array found in it, or None."""
+    if hasattr(data, "ndim") and hasattr(data, "__len__"):
         return len(data) if data.ndim else 1
     if isinstance(data, Mapping):
         data = list(data.values())
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        return next((count for count in map(count_examples, data) if count), 0)
-    return 0
+        return next((count for count in map(count_examples, data) if count is not None), None)
+    return None
 
 
 class _NumberedFetch(Dataset[Any]):

@@ -22,6 +22,7 @@ class BatchStream:
         self.batch: Fetched | None = None  # handed out and not used yet
         self._consumed = 0  # the feed's position behind the last batch used
         self._at_start: dict[str, Any] | None = None  # what the order of the present epoch depends on
+        self._unit: str | None = None  # what the position counts
         self._loaded = False
         self._under_way = False
 
@@ -59,15 +60,22 @@ class BatchStream:
             self.batch = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "consumed": self._consumed, "at_start": self._at_start}
+        return {"epoch": self.epoch, "consumed": self._consumed, "unit": self._unit, "at_start": self._at_start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = state["epoch"]
         self._consumed = state["consumed"]
+        self._unit = state["unit"]
         self._at_start = state["at_start"]
         self._loaded = True
 
     def _rest_of_epoch(self, feed: Feed) -> Iterator[Fetched]:
+        if self._consumed > 0 and self._unit != feed.unit:
+            raise UsageError(
+                f"the epoch stands after {self._consumed} {self._unit}, and these batches are counted in {feed.unit}; "
+                "go on with the same kind of source (a DataLoader is one thing on one worker and another on several)"
+            )
+        self._unit = feed.unit
         if self._at_start and (self._consumed > 0 or self._loaded):
             now = capture_streams()
             feed.restore(self._at_start)

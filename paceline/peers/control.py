@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.errors import CommError
 from paceline.peers.group import Peers
 
-_TAG, _EXAMPLES, _LOSS, _LOSSES, _USED = range(5)
+_TAG, _TOTAL, _EXAMPLES, _LOSS, _LOSSES, _USED = range(6)
 _TAG_PERIOD = 1 << 10  # sums over up to 16,000 workers stay exact in float32
 
 
@@ -44,29 +44,26 @@ class Control:
         *,
         tag: int,
         examples: int,
+        total: int,
         loss: float | None,
-        arrived: Iterable[int],
+        used: Iterable[int],
         compute_seconds: float,
     ) -> None:
         """Write this worker's numbers."""
         row = [0.0] * len(self._numbers)
-        row[_TAG], row[_EXAMPLES] = tag % _TAG_PERIOD, examples
+        row[_TAG], row[_TOTAL], row[_EXAMPLES] = tag % _TAG_PERIOD, total % _TAG_PERIOD, examples
         if loss is not None and examples > 0:
             row[_LOSS], row[_LOSSES] = loss * examples, examples
-        for place in arrived:
+        for place in used:
             row[_USED + place] = 1.0
         row[_USED + self._num_parameters + self._peers.rank] = compute_seconds
         self._numbers.copy_(self._numbers.new_tensor(row))
 
-    def read(self, tag: int) -> Told:
-        """Read the sums; workers that are not in the same exchange as this one are an error."""
+    def read(self, tag: int, total: int) -> Told:
+        """Read the sums; workers that are not in the same step as this one, or not on the same data, are an error."""
         row = self._numbers.tolist()
-        if row[_TAG] != tag % _TAG_PERIOD * self._peers.size:
-            raise CommError(
-                f"worker {self._peers.rank}, exchange {tag}: the workers have fallen out of step (their exchange "
-                f"numbers add up to {row[_TAG]:g}, not {self._peers.size} times {tag % _TAG_PERIOD}); "
-                "do all of them run the same number of steps, and accumulate in the same ones?"
-            )
+        self._compare("step", row[_TAG], tag, "do all make the same number of steps, and accumulate in the same ones?")
+        self._compare("number of examples", row[_TOTAL], total, "do all of them go through the same data?")
         seconds = row[_USED + self._num_parameters :]
         return Told(
             examples=round(row[_EXAMPLES]),
@@ -74,3 +71,11 @@ class Control:
             used=lambda place: row[_USED + place] > 0,
             waited_seconds=tuple(max(seconds) - own for own in seconds),
         )
+
+    def _compare(self, what: str, found: float, own: int, question: str) -> None:
+        wanted = own % _TAG_PERIOD * self._peers.size
+        if found != wanted:
+            raise CommError(
+                f"worker {self._peers.rank}: the workers have fallen out of step at its {what} {own} (their sum "
+                f"should be {wanted}, and is {found:g}); {question}"
+            )

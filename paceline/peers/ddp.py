@@ -45,6 +45,8 @@ class DistributedDataParallel(nn.Module):
         self._exchange = AllReduceExchange(module, peers, policy)
         self._broadcast_buffers = broadcast_buffers
         self._synchronising = True
+        self._passes = 0
+        self.register_load_state_dict_pre_hook(self._add_prefix)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -56,16 +58,22 @@ class DistributedDataParallel(nn.Module):
             self._synchronising = before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._synchronising and self.training and torch.is_grad_enabled():
-            if self._broadcast_buffers:
-                self._exchange.follow_buffers()
-            self._exchange.begin(examples=1, total=self._exchange.world_size, loss=lambda: None)
-        else:
-            self._exchange.abandon()
+        if torch.is_grad_enabled():  # a pass without gradients, such as an evaluation, is nobody else's business
+            if self._synchronising:
+                size = self._exchange.world_size
+                self._exchange.begin(examples=1, total=size, loss=lambda: None, tag=self._passes)
+                self._passes += 1
+                if self._broadcast_buffers and self.training:
+                    self._exchange.follow_buffers()
+            else:
+                self._exchange.release()
         return self.module(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
+    @staticmethod
+    def _add_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        """Before loading: the module is a child here, whatever ``state_dict`` says."""
+        for name in [name for name in state if name.startswith(prefix)]:
+            state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,16 +21,22 @@ class Exchange(Protocol):
     rank: int
     world_size: int
 
-    def begin(self, *, examples: int, total: int | None, loss: Callable[[], float | None]) -> None:
-        """Before forward: exchange the gradients of the backward pass to come."""
+    def accumulate(self, *, examples: int, total: int | None) -> None:
+        """Before forward: keep the gradients of the backward pass to come for a later exchange."""
+        ...
+
+    def begin(
+        self, *, examples: int, total: int | None, loss: Callable[[], float | None], tag: int | None = None
+    ) -> None:
+        """Before forward: exchange the gradients of the backward pass to come, and of those accumulated before."""
         ...
 
     def finish(self) -> Outcome | None:
         """Before the update: the gradients are averaged when this returns."""
         ...
 
-    def abandon(self) -> None:
-        """The step failed: leave its gradients alone."""
+    def release(self, *, failed: bool = False) -> None:
+        """The step is over, or has ``failed``: further gradients are the worker's own."""
         ...
 
     def mean(self, value: Tensor, weight: float) -> Tensor:
@@ -75,17 +81,22 @@ class Alone:
     rank = 0
     world_size = 1
 
-    def begin(self, *, examples: int, total: int | None, loss: Callable[[], float | None]) -> None:
+    def accumulate(self, *, examples: int, total: int | None) -> None:
+        pass
+
+    def begin(
+        self, *, examples: int, total: int | None, loss: Callable[[], float | None], tag: int | None = None
+    ) -> None:
         pass
 
     def finish(self) -> None:
         return None
 
-    def abandon(self) -> None:
+    def release(self, *, failed: bool = False) -> None:
         pass
 
     def mean(self, value: Tensor, weight: float) -> Tensor:
-        return value.clone()
+        return value.to(averaged_dtype(value), copy=True)
 
     def share(self, state: Any) -> Any:
         return state
@@ -105,19 +116,35 @@ class AllReduceExchange:
         self._peers = peers
         self._model = model
         check_same_model(model, peers)
-        with torch.no_grad():
-            for tensor in model.state_dict(keep_vars=True).values():
-                if isinstance(tensor, Tensor):
-                    peers.broadcast(tensor.detach())
+        with peers.explain("receiving the parameters of worker 0"):
+            for tensor in [*model.parameters(), *model.buffers()]:
+                send_tensors([tensor], peers)
         self._reducer = Reducer(
             [(name, parameter) for name, parameter in model.named_parameters()],
             peers,
             policy,
             sparse=sparse_parameters(model),
         )
+        self._accumulated: list[tuple[int, int | None]] = []  # examples and total of the passes kept so far
 
-    def begin(self, *, examples: int, total: int | None, loss: Callable[[], float | None]) -> None:
-        self._reducer.arm(examples=examples, total=total, loss=loss)
+    def accumulate(self, *, examples: int, total: int | None) -> None:
+        self._reducer.disarm()
+        self._accumulated.append((examples, total))
+        self._reducer.weigh(_weight(examples, total))
+
+    def begin(
+        self, *, examples: int, total: int | None, loss: Callable[[], float | None], tag: int | None = None
+    ) -> None:
+        passes = [*self._accumulated, (examples, total)]
+        self._accumulated = []
+        if len(passes) > 1 and all(known is not None for _, known in passes):
+            self._reducer.arm(examples=examples, total=total, loss=loss, tag=tag, weighted=True)
+            self._reducer.weigh(_weight(examples, total))
+            return
+        # Without totals all passes of a worker get one weight, by their examples together.
+        self._reducer.arm(examples=sum(count for count, _ in passes), total=total, loss=loss, tag=tag)
+        if len(passes) > 1:
+            self._reducer.weigh(_weight(examples, None))
 
     def finish(self) -> Outcome:
         outcome = self._reducer.finish()
@@ -127,17 +154,20 @@ class AllReduceExchange:
     def follow_buffers(self) -> None:
         """Copy worker 0's buffers to all."""
         with self._peers.explain("sending buffers"):
-            send_buffers(self._model, self._peers)
+            send_tensors(list(self._model.buffers()), self._peers)
 
-    def abandon(self) -> None:
-        self._reducer.disarm()
+    def release(self, *, failed: bool = False) -> None:
+        if failed:
+            self._accumulated = []
+        self._reducer.disarm(failed=failed)
 
     def mean(self, value: Tensor, weight: float) -> Tensor:
-        packed = torch.cat([value.detach().reshape(-1).double() * weight, value.new_tensor([weight]).double()])
+        flat = value.detach().reshape(-1).to(torch.float64)
+        packed = torch.cat([flat * weight if weight else torch.zeros_like(flat), flat.new_tensor([weight])])
         packed = packed.to(self._peers.device)
         with self._peers.explain("averaging a value"):
             self._peers.all_reduce(packed).wait()
-        return (packed[:-1] / packed[-1]).reshape(value.shape).to(value)
+        return (packed[:-1] / packed[-1]).reshape(value.shape).to(value.device, averaged_dtype(value))
 
     def share(self, state: Any) -> Any:
         with self._peers.explain("receiving the checkpoint of worker 0"):
@@ -151,6 +181,11 @@ class AllReduceExchange:
 
     def close(self) -> None:
         self._reducer.close()
+
+
+def _weight(examples: int, total: int | None) -> float:
+    """The weight of a pass's gradients among all workers'; unknown, but for borrowed data, without a total."""
+    return examples / total if total is not None else float(examples > 0)
 
 
 def check_same_model(model: nn.Module, peers: Peers) -> None:
@@ -192,18 +227,37 @@ def sparse_parameters(model: nn.Module) -> frozenset[str]:
     )
 
 
-def send_buffers(model: nn.Module, peers: Peers) -> None:
-    """Copy worker 0's buffers (BatchNorm's statistics) to all, one message per dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in model.buffers():
-        by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in by_dtype.values():
-        flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-        peers.broadcast(flat)
+def averaged_dtype(value: Tensor) -> torch.dtype:
+    """Averages of whole numbers are not whole."""
+    return value.dtype if value.is_floating_point() or value.is_complex() else torch.get_default_dtype()
+
+
+def send_tensors(tensors: Sequence[Tensor], peers: Peers) -> None:
+    """Copy worker 0's tensors into everybody's, as bytes: process groups want them dense, and know few dtypes."""
+    if not tensors:
+        return
+    tensors = [_without_repeats(tensor) for tensor in tensors]
+    with torch.no_grad():
+        parts = [_as_bytes(tensor) for tensor in tensors]
+        payload = torch.cat([part.to(peers.device) for part in parts])
+        peers.broadcast(payload)
         if peers.rank != 0:
-            with torch.no_grad():
-                for buffer, part in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
-                    buffer.copy_(part.view_as(buffer))
+            received = torch.split(payload, [len(part) for part in parts])
+            for tensor, part in zip(tensors, received, strict=True):
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """An expanded tensor as it lies in memory, for it cannot be written otherwise."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    return flat.copy_(tensor.detach().reshape(-1)).view(torch.uint8)
 
 
 def share_state(state: Mapping[str, Any] | None, peers: Peers) -> Any:
@@ -214,10 +268,10 @@ def share_state(state: Mapping[str, Any] | None, peers: Peers) -> Any:
     received = {}
     for name, (dtype, shape) in layout.items():
         if peers.rank == 0:
-            tensor = tensors[name].contiguous()
+            tensor = tensors[name]
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        payload = tensor.reshape(-1).view(torch.uint8).to(peers.device)
+        payload = _as_bytes(tensor).to(peers.device)
         peers.broadcast(payload)
         received[name] = payload.cpu().view(tensor.dtype).reshape(shape)
     return unpack(tree, received)

@@ -55,11 +55,19 @@ class _Step:
 
     scale: float  # of this worker's gradients
     examples: int
-    total: int  # that the scale assumes
+    total: int  # of all workers' examples, as known or assumed
+    known: bool
     loss: Callable[[], float | None]
+    tag: int
+    borrowed: bool  # the worker has no examples of its own in this update
     arrived: set[int] = field(default_factory=set)
     launched: int = 0
     callback_queued: bool = False
+
+    @property
+    def used(self) -> set[int]:
+        """The parameters that count: a worker without examples computes on borrowed ones."""
+        return set() if self.borrowed else self.arrived
 
 
 class Reducer:
@@ -83,10 +91,13 @@ class Reducer:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._order: list[int] = []  # in which gradients came in the first step
         self._rebuilt = False
+        self._built_at = 0  # the exchange before which the buckets were planned from the registration order
         self._left_at = time.perf_counter()
         self.outcome: Outcome | None = None  # of the step's exchange, once it is finished
         self._trained: list[bool] = []
         self._broken = False
+        self._incoming = 1.0
+        self._weighing: list[torch.utils.hooks.RemovableHandle] = []
         self._build()
 
     # A step -----------------------------------------------------------------------------------------------
@@ -97,39 +108,72 @@ class Reducer:
         examples: int = 1,
         total: int | None = None,
         loss: Callable[[], float | None] = lambda: None,
+        tag: int | None = None,
+        weighted: bool = False,
     ) -> None:
         """Exchange the gradients of the backward pass to come, weighted by ``examples`` of ``total`` in all.
 
         Without a ``total`` the last step's is assumed, and put right after the exchange if it was another. ``loss``
-        is asked at the end of backward for this worker's loss, if that is known by then.
+        is asked at the end of backward for this worker's loss, if that is known by then. ``tag`` must be the same on
+        all workers. ``weighted`` gradients have their weights already, from ``weigh``.
         """
-        if self._broken:
+        if self._broken or (self._step is not None and self._step.launched > 0):
             raise CommError(
                 f"worker {self._peers.rank}, exchange {self._steps}: a step failed while its gradients were being "
                 "exchanged, so the other workers cannot follow; end the run and resume it from its last checkpoint"
             )
         if [parameter.requires_grad for parameter in self._parameters] != self._trained:
             self._build()
-        elif self._order and not self._rebuilt:
+        elif not self._rebuilt and self._steps > self._built_at:
             self._rebuild_in_true_order()
         assumed = total if total is not None else self._assumed_total
         for bucket in self._buckets:
             bucket.missing = len(bucket.places)
             bucket.work = None
-        self._step = _Step(examples / assumed, examples, assumed, loss)
+        if self._incoming != 1.0 and not weighted:
+            self.weigh(1.0)
+        self._step = _Step(
+            scale=1.0 if weighted else examples / assumed,
+            examples=examples,
+            total=assumed,
+            known=total is not None,
+            loss=loss,
+            tag=self._steps if tag is None else tag,
+            borrowed=examples == 0 and not weighted,
+        )
         self.outcome = None
 
-    def disarm(self) -> None:
-        """Leave gradients alone from here on: they are this worker's own."""
-        if self._step is not None and self._step.launched > 0:
-            self._broken = True  # the others have got half of an exchange
+    def disarm(self, *, failed: bool = False) -> None:
+        """Leave gradients alone from here on: they are this worker's own.
+
+        If the step ``failed`` after its exchange had begun, the others have gone on without this worker.
+        """
+        if failed and (self.outcome is not None or (self._step is not None and self._step.launched > 0)):
+            self._broken = True
         self._step = None
         self.outcome = None
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks:
+        for hook in [*self._hooks, *self._weighing]:
             hook.remove()
+        self._hooks, self._weighing = [], []
+
+    def weigh(self, factor: float) -> None:
+        """Multiply gradients by ``factor`` as they come, before they are added to those of earlier passes."""
+        self._incoming = factor
+        if not self._weighing:
+            self._weighing = [
+                parameter.register_hook(self._weighed)  # type: ignore[no-untyped-call]
+                for parameter in self._parameters
+                if parameter.requires_grad
+            ]
+
+    def _weighed(self, grad: Tensor) -> Tensor | None:
+        if self._incoming == 1.0:
+            return None
+        # Zeros, not times 0: a worker without examples computes on borrowed data, whose gradient may be anything.
+        return grad * self._incoming if self._incoming else torch.zeros_like(grad)
 
     def finish(self) -> Outcome:
         """Make sure that the armed exchange is done, also if no backward pass has run."""
@@ -173,12 +217,12 @@ class Reducer:
                 f"{self._names[place]} has a sparse gradient but belongs to no Embedding(sparse=True); "
                 "make its gradient dense"
             )
-        if step.examples == 0:
-            view.zero_()  # not times 0: the worker has borrowed data, whose gradient may be anything
+        if step.borrowed:
+            view.zero_()  # not times 0: gradients of borrowed data may be anything
         elif grad.data_ptr() == view.data_ptr():
             view.mul_(step.scale)
         else:
-            torch.mul(grad, step.scale, out=view)
+            torch.mul(grad.detach(), step.scale, out=view)
         parameter.grad = view
 
     def _launch_full(self, step: _Step) -> None:
@@ -187,10 +231,11 @@ class Reducer:
             bucket = self._buckets[step.launched]
             if step.launched == len(self._buckets) - 1:
                 self._control.fill(
-                    tag=self._steps,
+                    tag=step.tag,
                     examples=step.examples,
+                    total=step.total,
                     loss=step.loss(),
-                    arrived=step.arrived,
+                    used=step.used,
                     compute_seconds=time.perf_counter() - self._left_at,
                 )
             bucket.work = self._peers.all_reduce(bucket.flat)
@@ -202,13 +247,15 @@ class Reducer:
         if step is None:
             return
         ended = time.perf_counter()
+        self._broken = True  # until all of it is done
         with self._peers.explain(f"averaging gradients in its exchange {self._steps}"):
             self._launch_rest(step)
             for bucket in self._buckets:
                 assert bucket.work is not None
                 bucket.work.wait()
-            told = self._control.read(self._steps)
+            told = self._control.read(step.tag, step.total)
             self._reduce_sparse(step, told.examples)
+        self._broken = False
         self._correct_scale(step, told.examples)
         self._settle_unused(step, told.used)
         self._left_at = time.perf_counter()
@@ -231,13 +278,18 @@ class Reducer:
 
     def _correct_scale(self, step: _Step, examples: int) -> None:
         self._assumed_total = examples if examples > 0 else self._peers.size
+        if step.known and examples != step.total:
+            raise CommError(
+                f"worker {self._peers.rank}: {step.total} examples were to be in this step on all workers, and they "
+                f"tell {examples}; do all of them go through the same data?"
+            )
         if examples != step.total and examples > 0:
             for bucket in self._buckets:
                 bucket.flat.mul_(step.total / examples)
 
     def _settle_unused(self, step: _Step, used: Callable[[int], bool]) -> None:
         """A parameter that nobody used keeps no gradient, so that no optimizer touches its state."""
-        for place in self._views.keys() - step.arrived:
+        for place in self._views.keys() - step.used:
             self._parameters[place].grad = self._views[place] if used(place) else None
 
     def _reduce_sparse(self, step: _Step, examples: int) -> None:
@@ -246,11 +298,12 @@ class Reducer:
             if not parameter.requires_grad:
                 continue
             grad = parameter.grad
-            if grad is None or step.examples == 0:
+            if grad is None or step.borrowed:
                 empty = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
                 values = parameter.new_empty((0, *parameter.shape[1:]))
                 grad = torch.sparse_coo_tensor(empty, values, parameter.shape, check_invariants=False)
-            summed = (grad * (step.examples / max(1, examples))).coalesce()
+            weight = step.scale * step.total / max(1, examples)
+            summed = (grad.detach() * weight).coalesce()
             self._peers.all_reduce(summed).wait()
             parameter.grad = summed if summed._nnz() else None
 
@@ -263,7 +316,7 @@ class Reducer:
         dense = [place for place, on in enumerate(self._trained) if on and place not in self._sparse]
         if order is None:
             order = dense[::-1]
-            self._rebuilt, self._order = False, []
+            self._rebuilt, self._order, self._built_at = False, [], self._steps
         plan = plan_buckets(
             [Item(p.numel(), p.element_size(), (p.dtype, p.device)) for p in self._parameters],
             order,
@@ -304,7 +357,8 @@ class Reducer:
     def _rebuild_in_true_order(self) -> None:
         """Order the buckets as rank 0's gradients came in the first step, parameters that had none last."""
         came = list(dict.fromkeys(place for place in self._order if place in self._views))
-        order = self._peers.share(came + sorted(self._views.keys() - set(came), reverse=True))
+        with self._peers.explain("agreeing on the order of gradients"):
+            order = self._peers.share(came + sorted(self._views.keys() - set(came), reverse=True))
         self._rebuilt = True
         self._build(order)
 

@@ -98,6 +98,12 @@ class CheckpointFolder:
             old.unlink(missing_ok=True)
         return file
 
+    def drop_after(self, file: Path) -> None:
+        """Remove the checkpoints that are newer than ``file``: a run that goes on from it makes its own."""
+        for newer in self.files():
+            if newer.name > file.name:
+                newer.unlink(missing_ok=True)
+
     def clear_leftovers(self) -> None:
         """Remove what a killed writer left half-written."""
         if self.path.is_dir():

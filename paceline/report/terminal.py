@@ -41,6 +41,7 @@ class ProgressLine:
             "shares": self._shares(progress.timing),
         }
         if self._task is None:
+            self._bar.start()
             self._task = self._bar.add_task(self._title, total=progress.total_steps, **values)
         self._bar.update(self._task, completed=progress.step, **values)
 
@@ -53,10 +54,10 @@ class ProgressLine:
         return " ".join(f"{SHORT[part]} {share:.0%}" for part, share in shares.items() if share >= 0.005)
 
     def __enter__(self) -> Self:
-        self._bar.start()
-        return self
+        return self  # the bar appears with the first update, so that an error before it is a line of its own
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._task is not None:
+            self._bar.stop()

@@ -1,0 +1,91 @@
+"""What the benchmarks share: their arguments, their workers, their tables."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from workloads import WORKLOADS
+
+from paceline.launch.supervisor import supervise
+
+Row = dict[str, Any]
+
+
+def arguments_of(document: str, models: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser with the arguments that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(WORKLOADS), default=list(models), metavar="MODEL")
+    parser.add_argument("--quick", action="store_true", help="a run of seconds, to see that it works; measures nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--worker", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # this process is a worker
+    return parser
+
+
+def run_workers(count: int) -> list[Row]:
+    """Run this script, with its own arguments, on local workers; give the rows that worker 0 found."""
+    with result_file() as file:
+        code = supervise([*sys.argv, "--worker", str(file)], workers=count)
+        if code != 0:
+            sys.exit(code)
+        return read_rows(file)
+
+
+@contextlib.contextmanager
+def result_file() -> Iterator[Path]:
+    """A place for worker 0 to write what it found."""
+    with tempfile.TemporaryDirectory(prefix="paceline-benchmark-") as directory:
+        yield Path(directory) / "rows.json"
+
+
+def read_rows(file: Path) -> list[Row]:
+    rows: list[Row] = json.loads(file.read_text())
+    return rows
+
+
+def be_worker(measure: Callable[[], list[Row]], file: Path) -> None:
+    """Be one of the workers: measure with the others, and if worker 0, write the rows down."""
+    torch.set_num_threads(1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Gloo talks on stdout, where only results should be
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    rows = measure()
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def median_seconds(step: Callable[[int], None], steps: int) -> float:
+    """Take ``steps`` steps, which are told their number, and give the median of their times."""
+    seconds = []
+    for number in range(steps):
+        start = time.perf_counter()
+        step(number)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """The median of the ratios of times that were taken in the same round."""
+    return statistics.median(time / other for time, other in zip(times, others, strict=True))
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Print one line per row; ``columns`` maps the keys to show to their formats, such as ``".2f"``."""
+    lines = [list(columns), *([format(row[key], spec) for key, spec in columns.items()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = zip(line, columns.values(), widths, strict=True)
+        print("  ".join(f"{cell:{'>' if spec else '<'}{width}}" for cell, spec, width in cells))

@@ -1,0 +1,50 @@
+"""Start the command as a process of its own, and end it at a chosen moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import paceline
+
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name != "PACELINE_DATA"},
+    "PYTHONPATH": str(Path(paceline.__file__).parent.parent),
+    "OMP_NUM_THREADS": "1",  # bits depend on the number of threads
+}
+DEADLINE = 60.0
+
+
+@contextlib.contextmanager
+def started(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """Run ``python -m paceline`` with these arguments; it is dead at the end of the block."""
+    command = [sys.executable, "-m", "paceline", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def finished(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    with started(arguments) as process:
+        out, err = process.communicate(timeout=DEADLINE)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], run: Path, *, newer_than: int = -1) -> bool:
+    """Wait until the run has a checkpoint of a later step; tell whether the process still lives."""
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end and process.poll() is None:
+        steps = [int(path.stem.removeprefix("step-")) for path in run.glob("checkpoints/step-*.safetensors")]
+        if max(steps, default=-1) > newer_than:
+            return True
+        time.sleep(0.002)
+    return process.poll() is None

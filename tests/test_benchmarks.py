@@ -1,0 +1,99 @@
+"""The benchmarks run, and their JSON has the shape that reports are made from; nothing is timed here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PARTS = ("forward", "backward", "communication", "waited", "optimizer")
+
+
+def run(script: str, *arguments: str, code: int = 0) -> Any:
+    """Run a benchmark for a few seconds and give its JSON, the only thing that it may print."""
+    process = subprocess.Popen(
+        [sys.executable, REPOSITORY / "benchmarks" / script, "--quick", "--json", *arguments],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, errors = process.communicate()
+    finally:
+        process.terminate()  # not killed: it has workers and network namespaces to end
+        process.wait()
+    assert process.returncode == code, errors
+    return json.loads(out)
+
+
+def positive(row: dict[str, Any], *keys: str) -> bool:
+    return all(row[key] > 0 for key in keys)
+
+
+def test_equality() -> None:
+    found = run("equality.py")
+    assert found["equal"] is True
+    assert {row["reference"] for row in found["rows"]} == {"one worker", "torch ddp"}
+    for row in found["rows"]:
+        assert 0 <= row["difference"] <= row["allowed"] < row["moved"]
+        assert row["ranks_agree"] is True and row["workers"] == 2
+
+
+def test_equality_fails_where_the_bound_is_broken() -> None:
+    found = run("equality.py", "--bound", "0", code=1)
+    assert found["equal"] is False
+    assert any(row["difference"] > row["allowed"] for row in found["rows"])
+
+
+def test_step_time() -> None:
+    rows = run("step_time.py")["rows"]
+    ways = {row["way"]: row for row in rows}
+    assert set(ways) == {"barrier", "paceline session", "paceline ddp", "torch ddp", "torch ddp, views"}
+    assert all(positive(row, "megabytes", "step_ms", "over_barrier", "over_ddp", "over_views") for row in rows)
+    assert ways["barrier"]["over_barrier"] == ways["torch ddp"]["over_ddp"] == 1
+
+
+def check_sweep(found: dict[str, Any]) -> None:
+    cases = [(row["cap_mb"], row["overlap"]) for row in found["rows"]]
+    assert cases == [(0, True), (0, False), (25, True), (25, False)]
+    for row in found["rows"]:
+        assert positive(row, "step_ms", "over_no_overlap", "link_mb_per_s", "megabytes")
+        assert all(row[f"{part}_ms"] >= 0 for part in PARTS)
+
+
+def test_bucket_sweep() -> None:
+    found = run("bucket_sweep.py")
+    assert found["hosts"] == 1
+    check_sweep(found)
+
+
+def test_bucket_sweep_on_two_hosts() -> None:
+    found = run("bucket_sweep.py", "--two-hosts")
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    assert found["hosts"] == 2 and found["rate"] == "1gbit"
+    check_sweep(found)
+
+
+def test_scaling() -> None:
+    found = run("scaling.py")
+    assert [(row["scaling"], row["workers"]) for row in found["rows"]] == [
+        ("weak", 1),
+        ("weak", 2),
+        ("strong", 1),
+        ("strong", 2),
+    ]
+    for row in found["rows"]:
+        assert positive(row, "step_ms", "examples_per_s", "speed", "efficiency")
+        assert row["shared_cores"] is (row["workers"] > found["cores"])
+        if row["workers"] == 1:
+            assert row["speed"] == row["efficiency"] == 1

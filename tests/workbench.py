@@ -1,0 +1,100 @@
+"""Runs small scripts under the supervisor, and finds the processes that they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import textwrap
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.launch.supervisor import supervise
+
+PROLOGUE = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from paceline.launch.reports import report
+rank = int(os.environ["RANK"])
+def wait_for(path):
+    while not Path(path).exists():
+        time.sleep(0.005)
+def sleep():
+    while True:
+        time.sleep(1)
+"""
+Reports = Callable[[int, dict[str, Any]], None]
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Bench:
+    """A directory for scripts, and a mark in the environment by which their processes are found."""
+
+    directory: Path
+    capture: pytest.CaptureFixture[str]
+    mark: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        packages = str(Path(paceline.__file__).parent.parent)
+        return {**os.environ, "PYTHONPATH": packages, "PACELINE_TEST_MARK": self.mark}
+
+    def script(self, source: str, *, prologue: bool = True) -> str:
+        path = self.directory / "script.py"
+        path.write_text((PROLOGUE if prologue else "") + textwrap.dedent(source))
+        return str(path)
+
+    def run(self, source: str, workers: int = 2, *, on_report: Reports | None = None, **options: Any) -> Ended:
+        script = self.script(source)
+        code = supervise([script], workers=workers, environment=self.environment, on_report=on_report, **options)
+        return Ended(code, *self.capture.readouterr())
+
+    def processes(self) -> list[int]:
+        """The living processes that carry the mark; zombies have no environment any more."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                marked = self.mark.encode() in path.read_bytes()
+            except OSError:
+                continue
+            if marked:
+                found.append(int(path.parent.name))
+        return found
+
+
+@contextlib.contextmanager
+def workbench(directory: Path, capture: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """A bench in its own directory; it is an error to leave processes behind on it."""
+    monkeypatch.chdir(directory)
+    bench = Bench(directory, capture, uuid.uuid4().hex)
+    yield bench
+    left = bench.processes()
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    assert not left, "processes were left behind"
+
+
+def when_all_say(event: str, workers: int, action: Callable[[], None]) -> Reports:
+    """Do something once every worker has reported an event."""
+    waiting = set(range(workers))
+
+    def hear(rank: int, report: dict[str, Any]) -> None:
+        if report["event"] == event and rank in waiting:
+            waiting.remove(rank)
+            if not waiting:
+                action()
+
+    return hear
