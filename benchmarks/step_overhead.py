@@ -23,14 +23,14 @@ import paceline
 from paceline.problems import MODELS
 
 BATCH = 128
-STEPS = 400
+STEPS = 100  # of a round: the two loops take turns quickly, since the machine's speed drifts
 
 Loop = Callable[[], None]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -91,7 +91,11 @@ def with_session(source: list[tuple[Tensor, ...]] | TensorDataset, seed: int | N
 def measure(what: str, hand: Loop, session: Loop, rounds: int) -> dict[str, float | str]:
     hand()
     session()
-    times = [(seconds(hand), seconds(session)) for _ in range(rounds)]
+    times = []
+    for number in range(rounds):  # each goes first every other time
+        first, second = (hand, session) if number % 2 else (session, hand)
+        taken = (seconds(first), seconds(second))
+        times.append(taken if number % 2 else taken[::-1])
     return {
         "what": what,
         "by_hand_us": statistics.median(t[0] for t in times) / STEPS * 1e6,

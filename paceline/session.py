@@ -438,7 +438,7 @@ class Session:
             self._bad_loss = loss if loss is not None and not math.isfinite(loss) else None
             self._data.use()
             return
-        rate = as_number(self._trainee.optimizers[0].param_groups[0]["lr"])  # before a scheduler changes it
+        rate = self._rate() if self.run is not None else 0.0  # before a scheduler changes it
         told = outcome.loss if outcome is not None else None
         step.skipped = self._guard.skips(self._loss_of(step), told)
         if step.skipped:
@@ -452,6 +452,9 @@ class Session:
             self.timing = self._clock.updated(outcome, self.rank)
         if self.run is not None:
             self._after_update(step, outcome, rate)
+
+    def _rate(self) -> float:
+        return float(as_number(self._trainee.optimizers[0].param_groups[0]["lr"]))
 
     def _update(self, step: Step) -> None:
         try:

@@ -37,9 +37,12 @@ class Peers:
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         """Start adding up ``tensor`` over all workers, in place."""
+        if op is dist.ReduceOp.SUM:
+            work: Work = self.group.allreduce([tensor])
+            return work
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        work: Work = self.group.allreduce([tensor], options)
+        work = self.group.allreduce([tensor], options)
         return work
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
