@@ -30,14 +30,3 @@ $(READY): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-
-# The native core with ranks as threads, under each sanitizer.
-NATIVE := $(addprefix paceline/native/,kernels.cpp segment.cpp collectives.cpp mailbox.cpp group.cpp)
-
-.PHONY: native-sanitizers
-native-sanitizers:
-	@mkdir -p build
-	for kind in thread address,undefined; do \
-	  $(CXX) -std=c++20 -O1 -g -Wall -Wextra -fsanitize=$$kind -fno-sanitize-recover=all -Ipaceline/native \
-	    $(NATIVE) tests/native/stress.cpp -o build/stress -pthread && build/stress || exit 1; \
-	done
