@@ -15,6 +15,8 @@ from torch import Tensor
 
 from paceline.errors import CommError
 
+_SUM = dist.AllreduceOptions()
+
 
 class Work(Protocol):
     """A collective under way."""
@@ -37,12 +39,9 @@ class Peers:
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         """Start adding up ``tensor`` over all workers, in place."""
-        if op is dist.ReduceOp.SUM:
-            work: Work = self.group.allreduce([tensor])
-            return work
-        options = dist.AllreduceOptions()
+        options = _SUM if op is dist.ReduceOp.SUM else dist.AllreduceOptions()
         options.reduceOp = op
-        work = self.group.allreduce([tensor], options)
+        work: Work = self.group.allreduce([tensor], options)
         return work
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
