@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         _fail(f"{error.strerror}: {error.filename or 'a file of the run'}; free some space and resume", 1)
     except (KeyboardInterrupt, click.Abort):
+        if supervised():  # its supervisor says so
+            sys.exit(130)
         _fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
 

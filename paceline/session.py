@@ -21,7 +21,7 @@ from paceline.data.sampler import Last
 from paceline.data.stream import BatchStream
 from paceline.errors import CheckpointError, UsageError, unknown_name
 from paceline.guard import LossGuard, OnNaN, SkipUpdate, Where
-from paceline.launch.environment import asked_policy, read_world
+from paceline.launch.environment import asked_policy, read_place
 from paceline.launch.reports import report, report_failure
 from paceline.peers.exchange import Exchange, connect
 from paceline.peers.reducer import Outcome
@@ -107,7 +107,7 @@ def join(
     _check(trainee)
     policy = parse_policy(policy if policy is not None else asked_policy() or "all-reduce")
     report("joined")  # before others are waited for: then one that never joins is found out
-    exchange = connect(trainee.model, policy, group=group, place=_place())
+    exchange = connect(trainee.model, policy, group=group, place=read_place())
     opened = session = None
     try:
         if run is not None and exchange.rank == 0:
@@ -578,12 +578,6 @@ def _refuse_names(values: Mapping[str, Any], taken: frozenset[str]) -> None:
     clash = sorted(values.keys() & taken)
     if clash:
         raise UsageError(f"the metrics have a {clash[0]!r} of their own; record yours under another name")
-
-
-def _place() -> tuple[int, int] | None:
-    """This process's rank and the number of workers, if a launcher started it."""
-    world = read_world()
-    return (world.rank, world.size) if world is not None else None
 
 
 def _as_tuple(what: str, given: Any, kind: type) -> tuple[Any, ...]:

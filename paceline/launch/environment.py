@@ -49,6 +49,12 @@ def read_world(environment: Mapping[str, str] | None = None) -> World | None:
     return None
 
 
+def read_place() -> tuple[int, int] | None:
+    """This process's rank and the number of workers, if a launcher started it."""
+    world = read_world()
+    return (world.rank, world.size) if world is not None else None
+
+
 def asked_policy(environment: Mapping[str, str] | None = None) -> str | None:
     """The policy given to ``paceline run --policy``, if one was."""
     return (os.environ if environment is None else environment).get(_POLICY) or None

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.peers.exchange import AllReduceExchange
-from paceline.peers.group import Peers, default_peers
+from paceline.launch.environment import read_place
+from paceline.peers.exchange import connect
 from paceline.policies import AllReduce
 
 
 class DistributedDataParallel(nn.Module):
     """Wrap ``module`` so that ``backward()`` averages its gradients over all workers (Li et al., VLDB 2020).
+
+    Alone, without a launcher, it does nothing.
 
     For a loop that keeps its own ``optimizer.step()``. It differs from PyTorch's in two ways: parameters that a step
     does not use need no option, and ``state_dict`` has the names of ``module`` itself, without a prefix.
@@ -36,13 +38,8 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        if process_group is None:
-            peers = default_peers(device)
-        else:
-            peers = Peers(process_group, process_group.rank(), process_group.size(), device)
         policy = AllReduce(bucket_cap_mb=bucket_cap_mb)
-        self._exchange = AllReduceExchange(module, peers, policy)
+        self._exchange = connect(module, policy, group=process_group, place=read_place())
         self._broadcast_buffers = broadcast_buffers
         self._synchronising = True
         self._passes = 0

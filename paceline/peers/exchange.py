@@ -51,6 +51,10 @@ class Exchange(Protocol):
         """Find the largest of the workers' numbers."""
         ...
 
+    def follow_buffers(self) -> None:
+        """Copy worker 0's buffers to all."""
+        ...
+
     def close(self) -> None:
         """Let go of the model; the group stays."""
         ...
@@ -103,6 +107,9 @@ class Alone:
 
     def largest(self, number: int) -> int:
         return number
+
+    def follow_buffers(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from paceline.errors import UsageError
+
 Measure = Callable[[Tensor, Tensor], Tensor]
 """Outputs and targets of one batch -> one number, the mean over the batch's examples."""
 
@@ -51,3 +53,12 @@ class Problem:
     metric: Metric
     target: float | None = None  # the metric's value that counts as solved
     recipe: Recipe = field(default_factory=Recipe)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, Metric):
+            raise UsageError(
+                f"problem {self.name!r}: metric must be a paceline.Metric, got {type(self.metric).__name__}"
+            )
+        for name in ("make_model", "loss"):
+            if not callable(getattr(self, name)):
+                raise UsageError(f"problem {self.name!r}: {name} must be a function, got {getattr(self, name)!r}")
