@@ -1,12 +1,15 @@
 # make demo   install into .venv and train the default problem
 # make test   install into .venv and run linter, type checker and tests
+# make native-sanitizers   run the native collectives, ranks as threads, under the thread, address and undefined-behaviour sanitizers
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 
-.PHONY: demo test check clean
+NATIVE := $(addprefix paceline/native/,kernels.cpp segment.cpp collectives.cpp mailbox.cpp group.cpp)
+
+.PHONY: demo test check native-sanitizers clean
 
 demo: $(READY)
 	$(BIN)/paceline train
@@ -19,8 +22,16 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A sanitizer sees what threads of one process do to each other, so the ranks are threads here.
+native-sanitizers:
+	@mkdir -p build
+	for kind in thread address,undefined; do \
+	  $(CXX) -std=c++20 -O1 -g -Wall -Wextra -fsanitize=$$kind -fno-sanitize-recover=all -Ipaceline/native \
+	    $(NATIVE) tests/native/stress.cpp -o build/stress -pthread && build/stress || exit 1; \
+	done
+
 # torch first and alone: a resolver that sees it among other requirements may settle on a GPU build.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard paceline/native/*.cpp paceline/native/*.h paceline/native/*.inc)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Paceline needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)

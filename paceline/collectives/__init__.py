@@ -1,0 +1,1 @@
+"""Collectives between processes of one host, through memory they share."""

@@ -1,0 +1,514 @@
+"""The backend ``"paceline"`` of ``torch.distributed``: collectives of one host through shared memory.
+
+    import paceline
+    torch.distributed.init_process_group("paceline")
+
+Tensors in CPU memory go through shared memory. Those on other devices go to the backend that ``OTHER_DEVICES`` names,
+NCCL for CUDA: torch cannot put a process group written in Python beside another backend, so ours holds one of torch's
+for the other devices, and dispatches itself. If the ranks are on several hosts, or the compiled module is missing on
+one of them, all of them use Gloo instead and say so once.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from paceline import native
+from paceline.collectives.register import NAME
+from paceline.errors import UsageError
+
+if native.available():
+    from paceline.collectives.core import SharedGroup, Ticket
+    from paceline.collectives.segment import host_identity
+    from paceline.collectives.tensors import Staged, row_counts
+    from paceline.collectives.work import DONE, Announcer, Work
+
+_CPU = torch.device("cpu")
+# By torch's numbers; looking up its enumeration itself takes longer than a small reduction.
+_REDUCTIONS = {
+    int(getattr(dist.ReduceOp.RedOpType, name)): name.lower()
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
+
+
+def create(place: Any, options: Any) -> Any:
+    """Make a group, as ``torch.distributed`` asks for it; the result is a process group, or a Gloo backend."""
+    if options is not None:
+        raise UsageError(f"backend {NAME!r} has no options, got {options!r}")
+    obstacle = _obstacle(place.store, place.group_rank, place.group_size)
+    if obstacle:
+        warnings.warn(f"backend {NAME!r} uses Gloo: {obstacle}", stacklevel=2)
+        return c10d.ProcessGroupGloo(place.store, place.group_rank, place.group_size, timeout=place.timeout)
+    return ProcessGroup(place.store, place.group_rank, place.group_size, place.timeout, place.group_id)
+
+
+def _obstacle(store: c10d.Store, rank: int, size: int) -> str:
+    """Why the ranks cannot share memory, the same text on all of them; empty if they can."""
+    store.set(f"host/{rank}", host_identity() if native.available() else f"!{native.reason()}")
+    hosts = [store.get(f"host/{other}").decode() for other in range(size)]
+    for other, host in enumerate(hosts):
+        if host.startswith("!"):
+            return f"on rank {other}, {host[1:]}"
+        if host != hosts[0]:
+            return f"rank {other} is on another host than rank 0, or another user's, or in another network namespace"
+    return ""
+
+
+def _nccl(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return c10d.ProcessGroupNCCL(c10d.PrefixStore("cuda", store), rank, size, options)
+
+
+# Who moves tensors of other devices; asked for only where the device is there.
+OTHER_DEVICES: dict[str, tuple[Callable[[], bool], Callable[..., Any]]] = {
+    "cuda": (lambda: torch.cuda.is_available() and dist.is_nccl_available(), _nccl),
+}
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _by_device(method: Method) -> Method:
+    """Run the method for CPU tensors; hand those of other devices to their backend."""
+
+    @functools.wraps(method)
+    def dispatch(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tensor = _first_tensor(args)
+        if tensor is None or tensor.is_cpu:
+            return method(self, *args, **kwargs)
+        self._get_backend(tensor.device)  # refuses devices that nobody serves
+        return getattr(self._elsewhere, method.__name__)(*args, **kwargs)
+
+    return dispatch  # type: ignore[return-value]
+
+
+def _first_tensor(args: Sequence[Any]) -> Tensor | None:
+    for argument in args:
+        while isinstance(argument, list) and argument:
+            argument = argument[0]
+        if isinstance(argument, Tensor):
+            return argument
+    return None
+
+
+def _reduction(op: Any) -> str:
+    kind = getattr(op, "op", op)
+    name = _REDUCTIONS.get(int(kind))
+    if name is None:
+        raise UsageError(f"backend {NAME!r} has no reduction {kind}; known: {', '.join(_REDUCTIONS.values())}")
+    return name
+
+
+# Its stubs list call forms that torch.distributed does not use, and that would make every method here an error.
+_TorchProcessGroup: Any = dist.ProcessGroup
+
+
+class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
+    """The ranks of one host; made by ``init_process_group("paceline")`` and ``new_group``.
+
+    The methods have the names and arguments that ``torch.distributed`` calls them by.
+    """
+
+    def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size = rank, size
+        self._name, self._description = name, ""
+        self._shared = SharedGroup(store, rank, size, timeout=timeout.total_seconds(), name=name)
+        self._announcer = Announcer(name)
+        self._elsewhere = dist.ProcessGroup(store, rank, size)
+        for device, (is_here, make) in OTHER_DEVICES.items():
+            if is_here():
+                backend = make(store, rank, size, timeout)
+                self._elsewhere._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
+
+    # Who we are ---------------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    name = _get_backend_name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    _set_group_desc = setGroupDesc
+    group_desc = property(getGroupDesc)
+
+    def __repr__(self) -> str:
+        return f"<{NAME} group {self._name!r}, rank {self._rank} of {self._size}>"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU, *self._elsewhere._device_types]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The backend of a device; this object is its own for CPU."""
+        if device.type == "cpu":
+            return self
+        if device.type not in {other.type for other in self._elsewhere._device_types}:
+            raise UsageError(f"backend {NAME!r} has nothing for tensors on {device}; move them to the CPU")
+        return self._elsewhere._get_backend(device)
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def shutdown(self) -> None:
+        """Leave the group; ranks that still wait for this one are told."""
+        self._shared.close()
+        self._announcer.close()
+        for device in self._elsewhere._device_types:
+            self._elsewhere._get_backend(device).shutdown()
+
+    abort = shutdown
+
+    # Memory -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Make a tensor that ``all_reduce`` reduces where it lies; all ranks must ask for the same together."""
+        nbytes = max(1, count * dtype.itemsize)
+        return torch.frombuffer(memoryview(self._shared.allocate(nbytes)), dtype=dtype, count=count)
+
+    # Reductions ---------------------------------------------------------------------------------------------------
+
+    @_by_device
+    def allreduce(self, tensors: list[Tensor], opts: Any = dist.AllreduceOptions()) -> Work:  # noqa: B008
+        op = _reduction(opts.reduceOp)
+        staged = [Staged(tensor, reduced=True) for tensor in tensors]
+        tickets = [
+            self._shared.all_reduce(part.address, part.count, part.dtype, op, async_=opts.asyncOp, keep=part.dense)
+            for part in staged
+        ]
+        return self._work(tensors, tickets, staged)
+
+    @_by_device
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
+        return self.allreduce(tensors, opts)
+
+    @_by_device
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        op, root = _reduction(opts.reduceOp), opts.rootRank
+        staged = [Staged(tensor, reduced=True) for tensor in tensors]
+        tickets = [
+            self._shared.reduce(part.address, part.count, part.dtype, op, root, async_=opts.asyncOp, keep=part.dense)
+            for part in staged
+        ]
+        return self._work(tensors, tickets, staged if self._rank == root else [])
+
+    @_by_device
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        tickets: list[Ticket | None] = []
+        staged = []
+        for output, pieces in zip(outputs, inputs, strict=True):
+            self._check_pieces("reduce_scatter", "input", pieces, output, own=pieces[self._rank])
+            if any(piece.numel() != output.numel() for piece in pieces):
+                started, parts = self._reduce_scatter_unevenly(output, pieces, opts)
+                tickets += started
+                staged.append(parts[self._rank])
+                continue
+            sources, target = [Staged(piece, reduced=True) for piece in pieces], Staged(output, reduced=True)
+            tickets.append(
+                self._shared.reduce_scatter(
+                    [source.address for source in sources],
+                    target.address,
+                    target.count,
+                    target.dtype,
+                    _reduction(opts.reduceOp),
+                    async_=opts.asyncOp,
+                    keep=(sources, target),
+                )
+            )
+            staged.append(target)
+        return self._work(outputs, tickets, staged)
+
+    def _reduce_scatter_unevenly(
+        self, output: Tensor, pieces: list[Tensor], opts: Any
+    ) -> tuple[list[Ticket | None], list[Staged]]:
+        """One reduction for each piece, to the rank that gets it."""
+        with torch.no_grad():
+            own = output.copy_(pieces[self._rank].reshape(output.shape))
+        parts = [Staged(own if root == self._rank else piece, reduced=True) for root, piece in enumerate(pieces)]
+        op = _reduction(opts.reduceOp)
+        tickets = [
+            self._shared.reduce(part.address, part.count, part.dtype, op, root, async_=opts.asyncOp, keep=part.dense)
+            for root, part in enumerate(parts)
+        ]
+        return tickets, parts
+
+    @_by_device
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    @_by_device
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+        tickets, staged = [], []
+        for output, input in zip(outputs, inputs, strict=True):
+            self._check_whole("reduce_scatter", whole=input, piece=output)
+            source, target = Staged(input, reduced=True), Staged(output, reduced=True)
+            tickets.append(
+                self._shared.reduce_scatter(
+                    source.address,
+                    target.address,
+                    target.count,
+                    target.dtype,
+                    _reduction(opts.reduceOp),
+                    async_=opts.asyncOp,
+                    keep=(source, target),
+                )
+            )
+            staged.append(target)
+        return self._work(outputs, tickets, staged)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # Copies -------------------------------------------------------------------------------------------------------
+
+    @_by_device
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        staged = [Staged(tensor) for tensor in tensors]
+        return self._work(tensors, [self._broadcast(part, opts.rootRank, opts) for part in staged], staged)
+
+    def _broadcast(self, part: Staged, root: int, opts: Any) -> Ticket | None:
+        return self._shared.broadcast(part.address, part.count, part.dtype, root, async_=opts.asyncOp, keep=part.dense)
+
+    @_by_device
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        tickets: list[Ticket | None] = []
+        staged = []
+        for pieces, input in zip(outputs, inputs, strict=True):
+            self._check_pieces("all_gather", "output", pieces, input, own=pieces[self._rank])
+            targets = [Staged(piece) for piece in pieces]
+            staged += targets
+            if any(piece.numel() != input.numel() for piece in pieces):
+                with torch.no_grad():
+                    targets[self._rank].dense.view(-1).copy_(Staged(input).dense.view(-1))
+                tickets += [self._broadcast(target, root, opts) for root, target in enumerate(targets)]
+                continue
+            source = Staged(input)
+            tickets.append(
+                self._shared.all_gather(
+                    source.address,
+                    [target.address for target in targets],
+                    source.count,
+                    source.dtype,
+                    async_=opts.asyncOp,
+                    keep=(source, targets),
+                )
+            )
+        return self._work([piece for pieces in outputs for piece in pieces], tickets, staged)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        """As ``allgather``, but the lists are the other way round: for each rank, what it gave."""
+        return self.allgather([list(pieces) for pieces in zip(*outputs, strict=True)], inputs, opts)
+
+    @_by_device
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    @_by_device
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+        tickets, staged = [], []
+        for output, input in zip(outputs, inputs, strict=True):
+            self._check_whole("all_gather", whole=output, piece=input)
+            source, target = Staged(input), Staged(output)
+            tickets.append(
+                self._shared.all_gather(
+                    source.address,
+                    target.address,
+                    source.count,
+                    source.dtype,
+                    async_=opts.asyncOp,
+                    keep=(source, target),
+                )
+            )
+            staged.append(target)
+        return self._work(outputs, tickets, staged)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @_by_device
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        tickets, staged = [], []
+        for place, input in enumerate(inputs):
+            source = Staged(input)
+            targets = []
+            if self._rank == opts.rootRank:
+                self._check_pieces("gather", "output", outputs[place], input)
+                targets = [Staged(piece) for piece in outputs[place]]
+            tickets.append(
+                self._shared.gather(
+                    source.address,
+                    [target.address for target in targets],
+                    source.count,
+                    source.dtype,
+                    opts.rootRank,
+                    async_=opts.asyncOp,
+                    keep=(source, targets),
+                )
+            )
+            staged += targets
+        return self._work([part.target for part in staged], tickets, staged)
+
+    @_by_device
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        tickets, staged = [], []
+        for place, output in enumerate(outputs):
+            target = Staged(output)
+            sources = []
+            if self._rank == opts.rootRank:
+                self._check_pieces("scatter", "input", inputs[place], output)
+                sources = [Staged(piece) for piece in inputs[place]]
+            tickets.append(
+                self._shared.scatter(
+                    [source.address for source in sources],
+                    target.address,
+                    target.count,
+                    target.dtype,
+                    opts.rootRank,
+                    async_=opts.asyncOp,
+                    keep=(sources, target),
+                )
+            )
+            staged.append(target)
+        return self._work(outputs, tickets, staged)
+
+    @_by_device
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+        for what, pieces in ("output", outputs), ("input", inputs):
+            if len(pieces) != self._size:
+                raise UsageError(f"all_to_all: wanted one {what} per rank ({self._size}), got {len(pieces)}")
+        sources, targets = [Staged(piece) for piece in inputs], [Staged(piece) for piece in outputs]
+        ticket = self._shared.all_to_all_uneven(
+            [source.address for source in sources],
+            [source.count for source in sources],
+            [target.address for target in targets],
+            [target.count for target in targets],
+            self._same_dtype("all_to_all", [*sources, *targets]),
+            async_=opts.asyncOp,
+            keep=(sources, targets),
+        )
+        return self._work(outputs, [ticket], targets)
+
+    @_by_device
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any
+    ) -> Work:
+        source, target = Staged(input), Staged(output)
+        input_counts = row_counts(source, input_splits, self._size, "input")
+        output_counts = row_counts(target, output_splits, self._size, "output")
+        # Also where this rank deals evenly: another one may not.
+        ticket = self._shared.all_to_all_uneven(
+            _addresses(source, input_counts),
+            input_counts,
+            _addresses(target, output_counts),
+            output_counts,
+            self._same_dtype("all_to_all_single", [source, target]),
+            async_=opts.asyncOp,
+            keep=(source, target),
+        )
+        return self._work([output], [ticket], [target])
+
+    alltoall_base = all_to_all_single
+
+    # Messages -----------------------------------------------------------------------------------------------------
+
+    @_by_device
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        part = Staged(tensors[0])
+        ticket = self._shared.send(part.address, part.count, part.dtype, to, tag=tag, async_=True, keep=part.dense)
+        return self._work([], [ticket], [])
+
+    @_by_device
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        part = Staged(tensors[0])
+        ticket = self._shared.receive_later(part.address, part.count, part.dtype, source, tag=tag, keep=part.dense)
+        return self._work(tensors, [ticket], [part])
+
+    @_by_device
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+        part = Staged(tensors[0])
+        ticket = self._shared.receive_later(part.address, part.count, part.dtype, tag=tag, keep=part.dense)
+        return self._work(tensors, [ticket], [part])
+
+    def barrier(self, opts: Any = dist.BarrierOptions()) -> Work:  # noqa: B008
+        device = opts.device
+        if device is not None and device.type != "cpu":
+            return self._elsewhere.barrier(opts)  # type: ignore[return-value]
+        return self._work([], [self._shared.barrier(async_=opts.asyncOp)], [])
+
+    # Refusals -----------------------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        raise UsageError(
+            f"backend {NAME!r} does not coalesce by device; call torch's _coalescing_manager without one, or the "
+            "coalesced form of the collective"
+        )
+
+    # Inside -------------------------------------------------------------------------------------------------------
+
+    def _work(self, outputs: Sequence[Tensor], tickets: Sequence[Ticket | None], staged: Sequence[Staged]) -> Work:
+        pending = [ticket for ticket in tickets if ticket is not None]
+        if not pending:  # a synchronous call, which has run already
+            for part in staged:
+                part.settle()
+            return DONE
+        return Work(outputs, pending, staged, self._announcer)
+
+    def _check_whole(self, what: str, *, whole: Tensor, piece: Tensor) -> None:
+        if whole.dtype != piece.dtype or whole.numel() != piece.numel() * self._size:
+            raise UsageError(
+                f"{what}: wanted a whole of {self._size} times the piece's {piece.numel()} elements of {piece.dtype}, "
+                f"got {whole.numel()} of {whole.dtype}"
+            )
+
+    def _check_pieces(
+        self, what: str, role: str, pieces: Sequence[Tensor], other: Tensor, own: Tensor | None = None
+    ) -> None:
+        """Refuse a list of the wrong length or type; sizes may differ only where ``own`` says which must fit."""
+        if len(pieces) != self._size:
+            raise UsageError(f"{what}: wanted one {role} per rank ({self._size}), got {len(pieces)}")
+        fitting = pieces if own is None else [own]
+        if any(piece.dtype != other.dtype for piece in pieces) or any(p.numel() != other.numel() for p in fitting):
+            raise UsageError(
+                f"{what}: wanted {role}s of {other.numel()} elements of {other.dtype}, "
+                f"got {[(piece.numel(), str(piece.dtype)) for piece in pieces]}"
+            )
+
+    def _same_dtype(self, what: str, parts: Sequence[Staged]) -> str:
+        if any(part.dtype != parts[0].dtype for part in parts):
+            raise UsageError(f"{what}: wanted tensors of one type, got {sorted({part.dtype for part in parts})}")
+        return parts[0].dtype
+
+
+def _addresses(part: Staged, counts: Sequence[int]) -> list[int]:
+    """Where each rank's elements begin."""
+    width = part.dense.element_size()
+    starts = [0]
+    for count in counts[:-1]:
+        starts.append(starts[-1] + count * width)
+    return [part.address + start for start in starts]

@@ -1,0 +1,224 @@
+"""Bring the ranks of a group together on one host: one anonymous file in memory, handed out by rank 0.
+
+Rank 0 listens on an abstract Unix socket, whose name the others learn from the store. It receives from each a
+descriptor of its process, by which its death can be noticed, and sends to each the file and all those descriptors.
+Nothing has a name in any file system, so nothing is left behind, however the ranks end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from paceline.errors import CommError, UsageError
+from paceline.native import _core
+
+# The kernel refuses more in one message.
+_DESCRIPTORS_PER_MESSAGE = 200
+_HELLO_BYTES = 256
+
+
+class Store(Protocol):
+    """What is needed of a ``torch.distributed.Store``: ``get`` waits until the key is there."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+    def get(self, key: str, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank gets: the group's file, one descriptor per rank's process, and the cores they share."""
+
+    file: int
+    life: list[int]
+    cores: int
+
+
+def host_identity() -> str:
+    """Name the host as these collectives see it: equal on two processes if they can share a group.
+
+    The network namespace is part of it, since that is where the socket's name lives; so is the user.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/net:{Path('/proc/self/ns/net').stat().st_ino}/user:{os.getuid()}"
+
+
+def meet(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Place:
+    """Wait for all ranks, and give each its place. Keys in the store start with the group's name."""
+    with contextlib.ExitStack() as undo:
+        try:
+            own = os.pidfd_open(os.getpid())
+        except OSError as error:
+            raise CommError(f"this host cannot be used: no descriptors of processes here ({error})") from error
+        undo.callback(os.close, own)
+        deadline = time.monotonic() + timeout
+        if rank == 0:
+            place = _host(store, size, own, deadline, name)
+        else:
+            place = _visit(store, rank, size, own, deadline, name)
+    return place
+
+
+def _host(store: Store, size: int, own: int, deadline: float, name: str) -> Place:
+    address, token = f"\0paceline-{secrets.token_hex(16)}", secrets.token_hex(16)
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as on_failure, _listening(address, size) as listener:
+        life = {0: os.dup(own)}
+        on_failure.callback(lambda: _close(life.values()))
+        file = _new_file(_core.segment_bytes(size), name)
+        on_failure.callback(os.close, file)
+        with contextlib.ExitStack() as connections:
+            store.set(f"{name}/address", json.dumps({"address": address, "token": token, "host": host_identity()}))
+            visitors: dict[int, socket.socket] = {}
+            while len(visitors) < size - 1:
+                missing = sorted(set(range(1, size)) - set(visitors))
+                connection = _accept(listener, deadline, f"group {name!r}: rank 0 still waits for ranks {missing}")
+                connections.enter_context(connection)
+                _receive_hello(connection, token, visitors, life, size)
+            order = [life[rank] for rank in range(size)]
+            for connection in visitors.values():
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                _send_descriptors(connection, [file, *order], cores)
+        on_failure.pop_all()
+    return Place(file, order, cores)
+
+
+def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: str) -> Place:
+    greeting = json.loads(store.get(f"{name}/address"))
+    if greeting["host"] != host_identity():
+        raise CommError(
+            f"group {name!r}: rank {rank} is not on the host of rank 0, or in another network namespace, or another "
+            f"user's; wanted {greeting['host']}, found {host_identity()}. Use another backend between hosts."
+        )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            connection.connect(greeting["address"])
+            if _user_of(connection) != os.getuid():
+                raise CommError(f"group {name!r}: the process that says it is rank 0 belongs to another user")
+            hello = json.dumps({"token": greeting["token"], "rank": rank}).encode().ljust(_HELLO_BYTES)
+            socket.send_fds(connection, [hello], [own])
+            descriptors, cores = _receive_descriptors(connection, size + 1)
+        except OSError as error:
+            raise CommError(f"group {name!r}: rank {rank} cannot reach rank 0 on this host: {error}") from error
+    return Place(descriptors[0], descriptors[1:], cores)
+
+
+def _new_file(size: int, name: str) -> int:
+    try:
+        file = os.memfd_create(f"paceline {name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(file, size)
+        # It may grow, by buffers allocated later; if it could shrink, touching it could kill.
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        raise CommError(f"cannot make {size} bytes of memory to share: {error}") from error
+    return file
+
+
+@contextlib.contextmanager
+def _listening(address: str, size: int) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(address)
+        listener.listen(size)
+        yield listener
+
+
+def _accept(listener: socket.socket, deadline: float, waiting: str) -> socket.socket:
+    listener.settimeout(max(0.001, deadline - time.monotonic()))
+    try:
+        connection, _ = listener.accept()
+    except TimeoutError as error:
+        raise CommError(f"{waiting}; are they running?") from error
+    connection.settimeout(5)
+    return connection
+
+
+def _receive_hello(
+    connection: socket.socket, token: str, visitors: dict[int, socket.socket], life: dict[int, int], size: int
+) -> None:
+    """Take a visitor in if it is one of ours; anybody on the host may knock."""
+    if _user_of(connection) != os.getuid():
+        return
+    try:
+        message, descriptors, _, _ = socket.recv_fds(connection, _HELLO_BYTES, 1)
+        hello = json.loads(message)
+        rank = int(hello["rank"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    known = secrets.compare_digest(str(hello.get("token")), token) and 0 < rank < size and rank not in visitors
+    if not known or len(descriptors) != 1:
+        _close(descriptors)
+        return
+    visitors[rank], life[rank] = connection, descriptors[0]
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return int(user)
+
+
+def _send_descriptors(connection: socket.socket, descriptors: list[int], cores: int) -> None:
+    for start in range(0, len(descriptors), _DESCRIPTORS_PER_MESSAGE):
+        part = descriptors[start : start + _DESCRIPTORS_PER_MESSAGE]
+        socket.send_fds(connection, [struct.pack("<I", cores)], part)
+
+
+def _receive_descriptors(connection: socket.socket, wanted: int) -> tuple[list[int], int]:
+    descriptors: list[int] = []
+    cores = 0
+    while len(descriptors) < wanted:
+        message, part, _, _ = socket.recv_fds(connection, 4, min(wanted - len(descriptors), _DESCRIPTORS_PER_MESSAGE))
+        descriptors += part
+        if not part:
+            _close(descriptors)
+            raise ConnectionError(
+                "rank 0 ended the conversation; it may have died, or this process has too many files open"
+            )
+        (cores,) = struct.unpack("<I", message)
+    return descriptors, cores
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def memory_objection(size: int, nbytes: int) -> str:
+    """Why this host cannot give ``nbytes`` to each of ``size`` ranks; empty if it can, as far as one can tell."""
+    wanted, free = size * nbytes, _free_memory()
+    if free is None or wanted <= free:
+        return ""
+    return f"{size} ranks want {wanted / 1e9:.1f} GB together, and {free / 1e9:.1f} GB of memory are free"
+
+
+def _free_memory() -> int | None:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, _free_in_container())
+    return None
+
+
+def _free_in_container() -> int:
+    """What the limit of the control group leaves, where it can be read."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+    except (OSError, ValueError):
+        return 1 << 62
+
+
+def check_ranks(rank: int, size: int) -> None:
+    """Refuse a rank that cannot be."""
+    if not 1 <= size <= _core.MAX_RANKS or not 0 <= rank < size:
+        raise UsageError(f"wanted 1 to {_core.MAX_RANKS} ranks and a rank below that, got rank {rank} of {size}")

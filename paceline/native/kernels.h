@@ -1,0 +1,38 @@
+// Element-wise reductions over raw buffers, vectorised for the processor they run on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace paceline {
+
+// The numbers are part of the interface to Python (collectives/core.py).
+enum class Dtype : uint8_t { f32, f64, f16, bf16, i8, i16, i32, i64, u8, u16, u32, u64, boolean };
+enum class Reduce : uint8_t { none, sum, avg, min, max, product, band, bor, bxor };
+
+constexpr int dtype_count = 13;
+constexpr int reduce_count = 9;
+constexpr int max_ranks = 1024;
+
+size_t size_of(Dtype dtype);
+const char* name_of(Dtype dtype);
+const char* name_of(Reduce reduce);
+
+// Whether there is a meaning: no averages of integers, no bits of floating-point numbers.
+bool is_defined(Dtype dtype, Reduce reduce);
+
+// destination[i] = sources[0][i] o sources[1][i] o ..., folded from left to right, for `count` elements and every
+// destination. A destination may be one of the sources, or overlap none.
+void reduce(Dtype dtype, Reduce reduce, void* const* destinations, int destination_count, const void* const* sources,
+            int source_count, size_t count);
+
+// Like memcpy, but also for nothing at all, and fast for any alignment: on some processors the C library's is five times
+// slower if the two addresses differ in their last six bits.
+void copy(void* to, const void* from, size_t bytes);
+
+// The instruction set that `reduce` uses: the best one here, unless another is chosen, for tests.
+const char* instruction_set();
+bool choose_instruction_set(const std::string& name);
+
+}  // namespace paceline

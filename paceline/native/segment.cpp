@@ -1,0 +1,253 @@
+#include "segment.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <ctime>
+
+namespace paceline {
+
+thread_local std::function<bool()> interrupted;
+
+namespace {
+
+constexpr int nap_milliseconds = 50;  // a dead rank is noticed within this
+constexpr auto spin_time = std::chrono::microseconds(60);
+constexpr auto worth_spinning = std::chrono::microseconds(200);  // a sleeper takes about 50 to wake up
+constexpr int most_spins_to_skip = 31;
+
+size_t aligned(size_t bytes) { return (bytes + 4095) & ~size_t(4095); }
+
+std::atomic<int> forks{0};
+
+}  // namespace
+
+int fork_generation() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+  (void)registered;
+  return forks.load();
+}
+
+int futex_wait(std::atomic<uint32_t>& word, uint32_t value, int milliseconds) {
+  const timespec timeout{milliseconds / 1000, (milliseconds % 1000) * 1000000L};
+  return syscall(SYS_futex, &word, FUTEX_WAIT, value, &timeout, nullptr, 0) == 0 ? 0 : errno;
+}
+
+void futex_wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+const char* name_of(Kind kind) {
+  static constexpr const char* names[] = {"barrier", "all_reduce", "broadcast",  "reduce",            "all_gather",
+                                          "reduce_scatter", "gather", "scatter", "all_to_all", "all_to_all (uneven)",
+                                          "allocate", "send",       "receive"};
+  return names[static_cast<int>(kind)];
+}
+
+bool Descriptor::matches(const Descriptor& other) const {
+  const bool same_count = count == other.count || kind == Kind::all_to_all_uneven;
+  return kind == other.kind && dtype == other.dtype && reduce == other.reduce && root == other.root && same_count;
+}
+
+std::string Descriptor::text() const {
+  std::string text = name_of(kind);
+  if (kind == Kind::barrier) return text;
+  text += '(';
+  if (kind != Kind::all_to_all_uneven) text += std::to_string(count) + ' ';
+  text += name_of(dtype);
+  if (reduce != Reduce::none) text += std::string(", ") + name_of(reduce);
+  if (root >= 0) text += ", root " + std::to_string(root);
+  return text += ')';
+}
+
+File::~File() { close(descriptor); }
+
+std::shared_ptr<Mapping> File::map(uint64_t offset, size_t bytes) {
+  return std::make_shared<Mapping>(descriptor, offset, bytes);
+}
+
+Mapping::Mapping(int descriptor, uint64_t offset, size_t bytes) : bytes(bytes) {
+  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));
+  if (at == MAP_FAILED) throw Failure("cannot map " + std::to_string(bytes) + " bytes: " + strerror(errno));
+  data = static_cast<char*>(at);
+}
+
+Mapping::~Mapping() { munmap(data, bytes); }
+
+size_t Segment::bytes_for(int size) {
+  const size_t ranks = static_cast<size_t>(size);
+  return aligned(sizeof(Header) + ranks * sizeof(Control)) + ranks * 2 * slot_count * slot_bytes +
+         ranks * ranks * sizeof(Ring);
+}
+
+Segment::Segment(std::shared_ptr<File> of, Member who, std::vector<int> life)
+    : member(std::move(who)), file(of), spins(member.size <= member.cores), mapping_(of->map(0, bytes_for(member.size))),
+      life_(std::move(life)), seen_(member.size, 0) {
+  // A fresh file is all zeros, which is what every word starts from.
+  header_ = reinterpret_cast<Header*>(mapping_->data);
+  controls_ = reinterpret_cast<Control*>(mapping_->data + sizeof(Header));
+  slots_ = mapping_->data + aligned(sizeof(Header) + member.size * sizeof(Control));
+  rings_ = reinterpret_cast<Ring*>(slots_ + size_t(member.size) * 2 * slot_count * slot_bytes);
+  control(member.rank).pid.store(getpid(), std::memory_order_relaxed);
+}
+
+Segment::~Segment() {
+  for (const int descriptor : life_) close(descriptor);
+}
+
+void Segment::begin(const Descriptor& descriptor) {
+  current = descriptor;
+  ++operations;
+  deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(member.timeout));
+}
+
+std::string Segment::where(const Descriptor& descriptor) const {
+  std::string text = descriptor.text();
+  if (descriptor.kind < Kind::send) text += ", collective " + std::to_string(operations);
+  return text + " of group '" + member.name + "'";
+}
+
+std::string Segment::who(int rank) {
+  return "rank " + std::to_string(rank) + " (process " + std::to_string(control(rank).pid.load()) + ")";
+}
+
+void Segment::publish(uint32_t step) {
+  Control& own = control(member.rank);
+  seen_[member.rank] = step;
+  // Sequentially consistent: a waiter either sees the step or is seen sleeping.
+  own.step.store(step, std::memory_order_seq_cst);
+  if (own.step_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(own.step);
+}
+
+void Segment::wait_for(int rank, uint32_t step) {
+  if (reached(seen_[rank], step)) return;
+  seen_[rank] = control(rank).step.load(std::memory_order_acquire);
+  if (reached(seen_[rank], step)) return;
+  if (!spin_for(rank, step)) sleep_for(rank, step);
+}
+
+// Spinning is wasted while the other rank has no core to run on, so after a failure the next waits go to sleep at once,
+// until one of them turns out to have been short.
+bool Segment::spin_for(int rank, uint32_t step) {
+  if (!spins || skipped_spins_ < spins_to_skip_) {
+    ++skipped_spins_;
+    return false;
+  }
+  const auto end = Clock::now() + spin_time;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      pause_briefly();
+      seen_[rank] = control(rank).step.load(std::memory_order_acquire);
+      if (!reached(seen_[rank], step)) continue;
+      spins_to_skip_ = 0;
+      return true;
+    }
+  } while (Clock::now() < end);
+  spins_to_skip_ = std::min(2 * spins_to_skip_ + 1, most_spins_to_skip);
+  skipped_spins_ = 0;
+  return false;
+}
+
+void Segment::wait_for_all(uint32_t step) {
+  for (int rank = 0; rank < member.size; ++rank) wait_for(rank, step);
+}
+
+void Segment::sleep_for(int rank, uint32_t step) {
+  struct Sleeper {
+    std::atomic<uint32_t>& count;
+    explicit Sleeper(std::atomic<uint32_t>& count) : count(count) { count.fetch_add(1, std::memory_order_seq_cst); }
+    ~Sleeper() { count.fetch_sub(1, std::memory_order_relaxed); }
+  };
+  Control& peer = control(rank);
+  const Sleeper sleeper(peer.step_sleepers);
+  const auto start = Clock::now();
+  auto next_check = start + std::chrono::milliseconds(nap_milliseconds);
+  while (true) {
+    seen_[rank] = peer.step.load(std::memory_order_seq_cst);
+    if (reached(seen_[rank], step)) {
+      if (Clock::now() - start < worth_spinning) spins_to_skip_ = 0;
+      return;
+    }
+    futex_wait(peer.step, seen_[rank], nap_milliseconds);
+    if (Clock::now() < next_check) continue;
+    check_broken();
+    check_missing(step);
+    next_check = Clock::now() + std::chrono::milliseconds(nap_milliseconds);
+  }
+}
+
+void Segment::check_broken() {
+  if (closing.load(std::memory_order_relaxed)) throw Failure("group '" + member.name + "' is closed");
+  if (header_->broken.load(std::memory_order_acquire) == 0) return;
+  // Whoever broke the group may have died between the two marks.
+  for (int i = 0; i < 20 && header_->broken.load(std::memory_order_acquire) == 1; ++i) usleep(1000);
+  if (header_->broken.load(std::memory_order_acquire) == 1) throw Failure("group '" + member.name + "' is broken");
+  throw Failure(header_->reason);
+}
+
+void Segment::fail(const std::string& text) {
+  uint32_t sound = 0;
+  if (header_->broken.compare_exchange_strong(sound, 1)) {
+    strncpy(header_->reason, text.c_str(), sizeof(header_->reason) - 1);
+    header_->broken.store(2, std::memory_order_release);
+  }
+  throw Failure(text);
+}
+
+bool Segment::is_gone(int rank) {
+  if (control(rank).left.load(std::memory_order_acquire) != 0) return true;
+  pollfd life{life_[rank], POLLIN, 0};
+  return poll(&life, 1, 0) > 0;
+}
+
+// Someone has not come: is it dead, or too late? The step it waits for may be held up by a third rank.
+void Segment::check_missing(uint32_t step) {
+  std::string late;
+  uint32_t latest = step;
+  for (int rank = 0; rank < member.size; ++rank) {
+    if (rank == member.rank) continue;
+    const bool gone = is_gone(rank);  // before the step is read: it may have published and then left
+    const uint32_t at = control(rank).step.load(std::memory_order_acquire);
+    if (reached(at, step)) continue;
+    if (gone) {
+      const bool left = control(rank).left.load(std::memory_order_acquire) != 0;
+      fail(who(rank) + (left ? " left the group" : " died") + " while others were in " + where(current));
+    }
+    if (!reached(at, latest)) late.clear(), latest = at;
+    if (at == latest) late += (late.empty() ? "" : ", ") + who(rank);
+  }
+  if (Clock::now() >= deadline)
+    fail("rank " + std::to_string(member.rank) + " waited " + std::to_string(member.timeout) + " s for " + late + " in " +
+         where(current));
+  if (interrupted && interrupted()) fail("rank " + std::to_string(member.rank) + " was interrupted in " + where(current));
+}
+
+void Segment::ring_bell(int rank) {
+  Control& peer = control(rank);
+  peer.bell.fetch_add(1, std::memory_order_seq_cst);
+  if (peer.bell_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(peer.bell);
+}
+
+void Segment::sleep_until_bell(uint32_t heard) {
+  Control& own = control(member.rank);
+  own.bell_sleepers.fetch_add(1, std::memory_order_seq_cst);
+  futex_wait(own.bell, heard, nap_milliseconds);
+  own.bell_sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+}  // namespace paceline
