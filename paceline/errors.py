@@ -5,7 +5,7 @@
   ``CheckpointError``     a checkpoint could not be written, or none could be read
   ``RunInUseError``       another live process owns the run directory
   ``NonFiniteLossError``  the loss became NaN or infinite
-  ``CommError``           other workers could not be reached, or did not do as this one
+  ``CommError``           other workers could not be reached, or did not do as this one (also a ``RuntimeError``)
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ class NonFiniteLossError(PacelineError):
     """The loss became NaN or infinite; the parameters were not touched by it."""
 
 
-class CommError(PacelineError):
-    """Other workers could not be reached, or did not do as this one."""
+class CommError(PacelineError, RuntimeError):
+    """Other workers could not be reached, or did not do as this one.
+
+    Programs on ``torch.distributed`` expect a ``RuntimeError`` here.
+    """
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:

@@ -29,6 +29,7 @@ from paceline.errors import UsageError
 if native.available():
     from paceline.collectives.core import SharedGroup, Ticket
     from paceline.collectives.segment import host_identity
+    from paceline.collectives.sparse import all_reduce_sparse
     from paceline.collectives.tensors import Staged, row_counts
     from paceline.collectives.work import DONE, Announcer, Work
 
@@ -40,13 +41,27 @@ _REDUCTIONS = {
 }
 
 
+# What torch.distributed's own groups do if they are given no options.
+_ALLGATHER_OPTIONS = dist.AllgatherOptions()
+_ALLREDUCE_COALESCED_OPTIONS = c10d.AllreduceCoalescedOptions()
+_ALLREDUCE_OPTIONS = c10d.AllreduceOptions()
+_ALL_TO_ALL_OPTIONS = c10d.AllToAllOptions()
+_BARRIER_OPTIONS = c10d.BarrierOptions()
+_BROADCAST_OPTIONS = c10d.BroadcastOptions()
+_GATHER_OPTIONS = c10d.GatherOptions()
+_REDUCE_OPTIONS = c10d.ReduceOptions()
+_REDUCE_SCATTER_OPTIONS = c10d.ReduceScatterOptions()
+_SCATTER_OPTIONS = c10d.ScatterOptions()
+
+
 def create(place: Any, options: Any) -> Any:
     """Make a group, as ``torch.distributed`` asks for it; the result is a process group, or a Gloo backend."""
     if options is not None:
         raise UsageError(f"backend {NAME!r} has no options, got {options!r}")
     obstacle = _obstacle(place.store, place.group_rank, place.group_size)
     if obstacle:
-        warnings.warn(f"backend {NAME!r} uses Gloo: {obstacle}", stacklevel=2)
+        if place.group_rank == 0:
+            warnings.warn(f"backend {NAME!r} uses Gloo: {obstacle}", stacklevel=2)
         return c10d.ProcessGroupGloo(place.store, place.group_rank, place.group_size, timeout=place.timeout)
     return ProcessGroup(place.store, place.group_rank, place.group_size, place.timeout, place.group_id)
 
@@ -193,8 +208,12 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     # Reductions ---------------------------------------------------------------------------------------------------
 
     @_by_device
-    def allreduce(self, tensors: list[Tensor], opts: Any = dist.AllreduceOptions()) -> Work:  # noqa: B008
+    def allreduce(self, tensors: list[Tensor], opts: Any = _ALLREDUCE_OPTIONS) -> Work:
         op = _reduction(opts.reduceOp)
+        if tensors[0].layout is torch.sparse_coo:
+            for tensor in tensors:
+                all_reduce_sparse(self._shared, tensor, op)
+            return Work(tensors)
         staged = [Staged(tensor, reduced=True) for tensor in tensors]
         tickets = [
             self._shared.all_reduce(part.address, part.count, part.dtype, op, async_=opts.asyncOp, keep=part.dense)
@@ -203,11 +222,11 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         return self._work(tensors, tickets, staged)
 
     @_by_device
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _ALLREDUCE_COALESCED_OPTIONS) -> Work:
         return self.allreduce(tensors, opts)
 
     @_by_device
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+    def reduce(self, tensors: list[Tensor], opts: Any = _REDUCE_OPTIONS) -> Work:
         op, root = _reduction(opts.reduceOp), opts.rootRank
         staged = [Staged(tensor, reduced=True) for tensor in tensors]
         tickets = [
@@ -217,7 +236,9 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         return self._work(tensors, tickets, staged if self._rank == root else [])
 
     @_by_device
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _REDUCE_SCATTER_OPTIONS
+    ) -> Work:
         tickets: list[Ticket | None] = []
         staged = []
         for output, pieces in zip(outputs, inputs, strict=True):
@@ -257,13 +278,15 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         return tickets, parts
 
     @_by_device
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _REDUCE_SCATTER_OPTIONS) -> Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     @_by_device
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _REDUCE_SCATTER_OPTIONS
+    ) -> Work:
         tickets, staged = [], []
         for output, input in zip(outputs, inputs, strict=True):
             self._check_whole("reduce_scatter", whole=input, piece=output)
@@ -287,7 +310,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     # Copies -------------------------------------------------------------------------------------------------------
 
     @_by_device
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = _BROADCAST_OPTIONS) -> Work:
         staged = [Staged(tensor) for tensor in tensors]
         return self._work(tensors, [self._broadcast(part, opts.rootRank, opts) for part in staged], staged)
 
@@ -295,7 +318,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         return self._shared.broadcast(part.address, part.count, part.dtype, root, async_=opts.asyncOp, keep=part.dense)
 
     @_by_device
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _ALLGATHER_OPTIONS) -> Work:
         tickets: list[Ticket | None] = []
         staged = []
         for pieces, input in zip(outputs, inputs, strict=True):
@@ -320,18 +343,22 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
             )
         return self._work([piece for pieces in outputs for piece in pieces], tickets, staged)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _ALLGATHER_OPTIONS
+    ) -> Work:
         """As ``allgather``, but the lists are the other way round: for each rank, what it gave."""
         return self.allgather([list(pieces) for pieces in zip(*outputs, strict=True)], inputs, opts)
 
     @_by_device
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _ALLGATHER_OPTIONS) -> Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
 
     @_by_device
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALLGATHER_OPTIONS
+    ) -> Work:
         tickets, staged = [], []
         for output, input in zip(outputs, inputs, strict=True):
             self._check_whole("all_gather", whole=output, piece=input)
@@ -352,7 +379,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     @_by_device
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _GATHER_OPTIONS) -> Work:
         tickets, staged = [], []
         for place, input in enumerate(inputs):
             source = Staged(input)
@@ -375,7 +402,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         return self._work([part.target for part in staged], tickets, staged)
 
     @_by_device
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _SCATTER_OPTIONS) -> Work:
         tickets, staged = [], []
         for place, output in enumerate(outputs):
             target = Staged(output)
@@ -398,7 +425,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         return self._work(outputs, tickets, staged)
 
     @_by_device
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _ALL_TO_ALL_OPTIONS) -> Work:
         for what, pieces in ("output", outputs), ("input", inputs):
             if len(pieces) != self._size:
                 raise UsageError(f"all_to_all: wanted one {what} per rank ({self._size}), got {len(pieces)}")
@@ -416,7 +443,12 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     @_by_device
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = _ALL_TO_ALL_OPTIONS,
     ) -> Work:
         source, target = Staged(input), Staged(output)
         input_counts = row_counts(source, input_splits, self._size, "input")
@@ -455,7 +487,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         ticket = self._shared.receive_later(part.address, part.count, part.dtype, tag=tag, keep=part.dense)
         return self._work(tensors, [ticket], [part])
 
-    def barrier(self, opts: Any = dist.BarrierOptions()) -> Work:  # noqa: B008
+    def barrier(self, opts: Any = _BARRIER_OPTIONS) -> Work:
         device = opts.device
         if device is not None and device.type != "cpu":
             return self._elsewhere.barrier(opts)  # type: ignore[return-value]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.collectives.register import NAME
 from paceline.errors import CommError
 
 _SUM = dist.AllreduceOptions()
@@ -36,6 +37,17 @@ class Peers:
     rank: int
     size: int
     device: torch.device  # where the group's tensors must lie
+
+    def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make zeros for what is added up again and again; all workers must ask for the same together.
+
+        Groups of one host have memory for it that is reduced where it lies.
+        """
+        allocate = getattr(self.group, "allocate", None)
+        if allocate is None or device.type != "cpu":
+            return torch.zeros(count, dtype=dtype, device=device)
+        zeros: Tensor = allocate(count, dtype)
+        return zeros
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         """Start adding up ``tensor`` over all workers, in place."""
@@ -97,14 +109,14 @@ def default_peers(device: torch.device, place: tuple[int, int] | None = None) ->
     """Join torch's default process group, making it if need be.
 
     It is made at ``MASTER_ADDR`` and ``MASTER_PORT``, with the rank and size of ``place`` or else of torchrun's
-    variables: Gloo for CPU tensors, NCCL for CUDA ones. It stays for further sessions until the process ends, for a
-    group of the same name cannot be made a second time.
+    variables: shared memory for CPU tensors of one host, Gloo between hosts, NCCL for CUDA. It stays for further
+    sessions until the process ends, for a group of the same name cannot be made a second time.
     """
     if not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
         rank, size = place if place is not None else (-1, -1)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=size)
+        dist.init_process_group("nccl" if device.type == "cuda" else NAME, rank=rank, world_size=size)
         atexit.register(_leave_default_group)
     return Peers(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
 

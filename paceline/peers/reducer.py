@@ -253,7 +253,8 @@ class Reducer:
             for bucket in self._buckets:
                 assert bucket.work is not None
                 bucket.work.wait()
-            told = self._control.read(step.tag, step.total)
+        told = self._control.read(step.tag, step.total)
+        with self._peers.explain(f"averaging sparse gradients in its exchange {self._steps}"):
             self._reduce_sparse(step, told.examples)
         self._broken = False
         self._correct_scale(step, told.examples)
@@ -346,7 +347,7 @@ class Reducer:
             sizes = [self._parameters[place].numel() for place in places]
             last = places is plan[-1]
             offsets, end = aligned_offsets([*sizes, *([control_length] if last else [])], first.element_size())
-            flat = torch.zeros(end, dtype=first.dtype, device=first.device)
+            flat = self._peers.buffer(end, first.dtype, first.device)
             for place, offset in zip(places, offsets, strict=False):
                 self._views[place] = _view_like(flat, offset, self._parameters[place])
             if last:

@@ -1,0 +1,40 @@
+"""Sums of sparse tensors: everybody gets everybody's entries, and adds them up in the order of the ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.collectives.core import SharedGroup
+from paceline.collectives.tensors import Staged
+from paceline.errors import UsageError
+
+
+def all_reduce_sparse(group: SharedGroup, tensor: Tensor, op: str) -> None:
+    """Add up a sparse tensor over all ranks, in place; on the calling thread, since sizes must be told first."""
+    if op not in ("sum", "avg"):
+        raise UsageError(f"sparse tensors can be reduced by sum and avg, got {op}; convert them by tensor.to_dense()")
+    own = tensor.detach().coalesce()
+    entries = _gather_counts(group, own._nnz())
+    indices = _gather(group, own.indices().t(), entries).t()
+    values = _gather(group, own.values(), entries)
+    total = torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total / group.size if op == "avg" else total)
+
+
+def _gather_counts(group: SharedGroup, count: int) -> list[int]:
+    own, counts = torch.tensor([count]), torch.empty(group.size, dtype=torch.int64)
+    group.all_gather(own.data_ptr(), counts.data_ptr(), 1, "int64")
+    return counts.tolist()
+
+
+def _gather(group: SharedGroup, rows: Tensor, counts: list[int]) -> Tensor:
+    """Put the rows of all ranks one behind the other."""
+    gathered = rows.new_empty((sum(counts), *rows.shape[1:]))
+    for rank, piece in enumerate(torch.split(gathered, counts)):
+        if rank == group.rank:
+            piece.copy_(rows)
+        part = Staged(piece)
+        group.broadcast(part.address, part.count, part.dtype, rank)
+    return gathered
