@@ -25,11 +25,20 @@ from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
-from measuring import Row, arguments_of, be_worker, median_ratio, print_table, read_rows, result_file, run_workers
 from two_hosts import NotPossibleError, run_on, two_hosts
-from workloads import WORKLOADS, Workload, optimizer_for
 
 import paceline
+from paceline.bench.measuring import (
+    Row,
+    arguments_of,
+    be_worker,
+    median_ratio,
+    print_table,
+    read_rows,
+    result_file,
+    run_workers,
+)
+from paceline.bench.workloads import WORKLOADS, Workload, optimizer_for
 
 CAPS = (0.0, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0)
 PARTS = ("forward", "backward", "communication", "waited", "optimizer")

@@ -24,12 +24,12 @@ from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
-from measuring import Row, arguments_of, be_worker, print_table, run_workers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workloads import EXACT, INEXACT, WORKLOADS, Batch, Workload, optimizer_for
 
 import paceline
+from paceline.bench.measuring import Row, arguments_of, be_worker, print_table, run_workers
+from paceline.bench.workloads import EXACT, INEXACT, WORKLOADS, Batch, Workload, optimizer_for
 from paceline.seeding import derive_seed, seed_streams
 
 SEED = 0

@@ -19,10 +19,18 @@ import statistics
 from typing import Literal
 
 import torch.distributed as dist
-from measuring import Row, arguments_of, be_worker, median_ratio, median_seconds, print_table, run_workers
-from workloads import WORKLOADS, Workload, optimizer_for
 
 import paceline
+from paceline.bench.measuring import (
+    Row,
+    arguments_of,
+    be_worker,
+    median_ratio,
+    median_seconds,
+    print_table,
+    run_workers,
+)
+from paceline.bench.workloads import WORKLOADS, Workload, optimizer_for
 from paceline.launch.environment import threads_per_worker
 
 Kind = Literal["weak", "strong"]

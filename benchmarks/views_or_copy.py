@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from workloads import EXACT, Workload
 
+from paceline.bench.workloads import EXACT, Workload
 from paceline.peers.buckets import aligned_offsets
 
 SCALE = 0.5

@@ -369,3 +369,80 @@ def _run_study(kind: type[Study], /, data: Path | None, seed: int, out: Path, as
         write_result(result, out)
     if not as_json:
         print(f"result.json, table.md, plot.png: {out}")
+
+
+@cli.group()
+def bench() -> None:
+    """Measure on this machine: ours against Gloo and others, in one run."""
+
+
+@bench.command("collectives")
+@click.option("--ranks", type=int, multiple=True, default=(2, 4), show_default=True)
+@click.option("--seconds", type=float, default=1.0, show_default=True, help="To spend on each way and size.")
+@click.option("--quick", is_flag=True, help="A run of seconds, to see that it works; measures nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def bench_collectives(ranks: tuple[int, ...], seconds: float, quick: bool, as_json: bool) -> None:
+    """Time all-reduce by shared memory, by Gloo and, if mpi4py is installed, by MPI."""
+    from paceline.bench import run_bench
+    from paceline.bench.collectives import SIZES, measure_mpi
+    from paceline.bench.measuring import print_table
+
+    _check_ranks(ranks)
+    sizes = SIZES[:2] if quick else SIZES
+    rows = []
+    for count in ranks:
+        found = run_bench("collectives", count, sizes=sizes, seconds=0.0 if quick else seconds)
+        mpi = measure_mpi(count, sizes)
+        for row in found:
+            row["mpi_us"] = mpi[sizes.index(row["bytes"])] if mpi and row["buffers"] == "hot" else None
+        rows += found
+    if as_json:
+        print(json.dumps({"rows": rows}))
+        return
+    columns = {"ranks": "d", "bytes": "d", "buffers": "", "ours_us": ".1f", "any_us": ".1f", "gloo_us": ".1f"}
+    if any(row["mpi_us"] is not None for row in rows):
+        columns["mpi_us"] = ".1f"
+    print_table(rows, {**columns, "ours_ratio": ".1f", "any_ratio": ".1f", "bandwidth_share": ".0%"})
+
+
+@bench.command("step")
+@click.option("--models", multiple=True, default=("mlp", "net3", "cnn", "gpt"), show_default=True)
+@click.option("--rounds", type=int, default=10, show_default=True)
+@click.option("--steps", type=int, default=10, show_default=True, help="Of each way in each round.")
+@click.option("--quick", is_flag=True, help="A run of seconds, to see that it works; measures nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def bench_step(models: tuple[str, ...], rounds: int, steps: int, quick: bool, as_json: bool) -> None:
+    """Time a training step on two workers against one with only a barrier."""
+    from paceline.bench import run_bench
+    from paceline.bench.measuring import print_table
+    from paceline.bench.workloads import WORKLOADS
+
+    for model in models:
+        if model not in WORKLOADS:
+            raise unknown_name("model", model, WORKLOADS)
+    if min(rounds, steps) < 1:
+        raise UsageError(f"--rounds and --steps must be at least 1, got {rounds} and {steps}")
+    if quick:
+        models, rounds, steps = ("net3",), 2, 2
+    rows = run_bench("step", 2, models=models, rounds=rounds, steps=steps)
+    if as_json:
+        print(json.dumps({"rounds": rounds, "steps": steps, "rows": rows}))
+        return
+    ratios = {"over_barrier": ".3f", "over_gloo": ".3f"}
+    print_table(rows, {"model": "", "megabytes": ".1f", "batch": "d", "way": "", "step_ms": ".2f", **ratios})
+
+
+def _check_ranks(ranks: Sequence[int]) -> None:
+    if min(ranks) < 2:
+        raise UsageError(f"--ranks must be at least 2, got {min(ranks)}")
+
+
+@cli.command("bench-worker", hidden=True)
+@click.argument("name")
+@click.argument("options")
+@click.argument("file")
+def bench_worker(name: str, options: str, file: str) -> None:
+    """Be one worker of ``paceline bench``; only its supervisor calls this."""
+    from paceline.bench import be_bench_worker
+
+    be_bench_worker(name, options, file)

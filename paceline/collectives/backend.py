@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d as c10d
 
 from paceline import native
@@ -42,7 +43,7 @@ _REDUCTIONS = {
 
 
 # What torch.distributed's own groups do if they are given no options.
-_ALLGATHER_OPTIONS = dist.AllgatherOptions()
+_ALLGATHER_OPTIONS = AllgatherOptions()
 _ALLREDUCE_COALESCED_OPTIONS = c10d.AllreduceCoalescedOptions()
 _ALLREDUCE_OPTIONS = c10d.AllreduceOptions()
 _ALL_TO_ALL_OPTIONS = c10d.AllToAllOptions()

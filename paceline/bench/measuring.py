@@ -1,4 +1,4 @@
-"""What the benchmarks share: their arguments, their workers, their tables."""
+"""What ``paceline bench`` and the scripts in ``benchmarks/`` share: their arguments, their workers, their tables."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from workloads import WORKLOADS
 
+from paceline.bench.workloads import WORKLOADS
 from paceline.launch.supervisor import supervise
 
 Row = dict[str, Any]
@@ -55,14 +55,14 @@ def read_rows(file: Path) -> list[Row]:
     return rows
 
 
-def be_worker(measure: Callable[[], list[Row]], file: Path) -> None:
+def be_worker(measure: Callable[[], list[Row]], file: str | Path, backend: str = "gloo") -> None:
     """Be one of the workers: measure with the others, and if worker 0, write the rows down."""
     torch.set_num_threads(1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Gloo talks on stdout, where only results should be
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
     rows = measure()
     if dist.get_rank() == 0:
-        file.write_text(json.dumps(rows))
+        Path(file).write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 

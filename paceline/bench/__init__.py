@@ -1,0 +1,28 @@
+"""What ``paceline bench`` measures on this machine, one module each, and the one table of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from paceline.bench import collectives, step
+from paceline.bench.measuring import Row, be_worker, read_rows, result_file
+from paceline.launch.supervisor import supervise
+
+# By name: what each worker does with the options, with all the others.
+BENCHES: dict[str, Callable[..., list[Row]]] = {"collectives": collectives.measure, "step": step.measure}
+
+
+def run_bench(name: str, workers: int, **options: Any) -> list[Row]:
+    """Measure on this many workers, each running the hidden command ``bench-worker``; raise SystemExit if they fail."""
+    with result_file() as file:
+        code = supervise(["-m", "paceline", "bench-worker", name, json.dumps(options), str(file)], workers=workers)
+        if code != 0:
+            raise SystemExit(code)
+        return read_rows(file)
+
+
+def be_bench_worker(name: str, options: str, file: str) -> None:
+    """Be one of those workers."""
+    be_worker(lambda: BENCHES[name](**json.loads(options)), file, backend="paceline")

@@ -1,0 +1,132 @@
+"""How long an all-reduce takes on this host: our backend of ``torch.distributed`` against Gloo, in one run.
+
+All of them are called through ``torch.distributed``, synchronously, on float32 sums (MPI, if it is there, by mpi4py in
+a run of its own). They take turns; a barrier before each call keeps waiting for a late rank out of the times, which are
+medians on rank 0. ``hot`` buffers have just been written by the rank; ``cold`` ones have left its cache since.
+
+An all-reduce of N bytes on P ranks must read and write at least P x N bytes each. ``bandwidth_share`` is the time that
+takes all ranks copying buffers of that size at the same time, over the time of the all-reduce.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.bench.measuring import Row
+
+KB, MB = 1 << 10, 1 << 20
+SIZES = (4 * KB, 64 * KB, MB, 25 * MB, 100 * MB)
+_SWEPT = 64 * MB  # writing this much leaves nothing else in the cache
+
+
+def measure(sizes: Sequence[int], seconds: float) -> list[Row]:
+    """Measure every size, spending about so many seconds on each way; called on all ranks of the default group."""
+    gloo = dist.new_group(backend="gloo")
+    sweep = torch.zeros(_SWEPT // 4)
+    return [
+        _row(size, buffers, gloo, sweep if buffers == "cold" else None, seconds)
+        for size in sizes
+        for buffers in ("hot", "cold")
+    ]
+
+
+def _row(size: int, buffers: str, gloo: dist.ProcessGroup, sweep: Tensor | None, seconds: float) -> Row:
+    count = size // 4
+    ours = dist.group.WORLD.allocate(count, torch.float32)  # type: ignore[union-attr]
+    other, copied = torch.zeros(count), torch.zeros(count)
+
+    def prepare() -> None:
+        ours.fill_(1.0)
+        other.fill_(1.0)
+        if sweep is not None:
+            sweep.add_(1.0)
+
+    ways: dict[str, Callable[[], object]] = {
+        "ours": lambda: dist.all_reduce(ours),
+        "any": lambda: dist.all_reduce(other),
+        "gloo": lambda: dist.all_reduce(other, group=gloo),
+        "copy": lambda: copied.copy_(other),
+    }
+    times = _take_turns(ways, prepare, seconds)
+    median = {way: statistics.median(taken) for way, taken in times.items()}
+    # A copy reads and writes N bytes on every rank; the all-reduce must do as much on every rank.
+    return {
+        "ranks": dist.get_world_size(),
+        "bytes": size,
+        "buffers": buffers,
+        **{f"{way}_us": median[way] * 1e6 for way in ("ours", "any", "gloo")},
+        "ours_ratio": median["gloo"] / median["ours"],
+        "any_ratio": median["gloo"] / median["any"],
+        "bandwidth_share": median["copy"] / median["ours"],
+    }
+
+
+def _take_turns(
+    ways: dict[str, Callable[[], object]], prepare: Callable[[], None], seconds: float
+) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    rounds = _agreed_rounds(ways, prepare, seconds)
+    for number in range(rounds + 3):
+        for way, call in ways.items():
+            taken = _timed(call, prepare)
+            if number >= 3:
+                times[way].append(taken)
+    return times
+
+
+def _agreed_rounds(ways: dict[str, Callable[[], object]], prepare: Callable[[], None], seconds: float) -> int:
+    """As many as the slowest rank thinks will take that long, after a first look."""
+    look = statistics.median(sum(_timed(call, prepare) for call in ways.values()) for _ in range(3))
+    rounds = torch.tensor([min(1000, max(7, round(seconds * len(ways) / look)))])
+    dist.all_reduce(rounds, dist.ReduceOp.MIN)
+    return int(rounds)
+
+
+def _timed(call: Callable[[], object], prepare: Callable[[], None]) -> float:
+    prepare()
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+# MPI ------------------------------------------------------------------------------------------------------------------
+
+_MPI_PROGRAM = """
+import json, statistics, sys, time
+import numpy
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+medians = []
+for size in json.loads(sys.argv[1]):
+    data, times = numpy.ones(size // 4, numpy.float32), []
+    for _ in range(int(sys.argv[2]) if size > 1 << 20 else 200):
+        data.fill(1)
+        world.Barrier()
+        start = time.perf_counter()
+        world.Allreduce(MPI.IN_PLACE, data)
+        times.append(time.perf_counter() - start)
+    medians.append(statistics.median(times[3:]) * 1e6)
+if world.rank == 0:
+    print(json.dumps(medians))
+"""
+
+
+def measure_mpi(ranks: int, sizes: Sequence[int]) -> list[float] | None:
+    """The same by MPI with hot buffers, medians in microseconds; None if there is no mpi4py or no mpiexec."""
+    if importlib.util.find_spec("mpi4py") is None or shutil.which("mpiexec") is None:
+        return None
+    command = ["mpiexec", "-n", str(ranks), sys.executable, "-c", _MPI_PROGRAM, json.dumps(list(sizes)), "20"]
+    medians: list[float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return medians
