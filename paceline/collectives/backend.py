@@ -12,6 +12,7 @@ one of them, all of them use Gloo instead and say so once.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -205,6 +206,10 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         """Make a tensor that ``all_reduce`` reduces where it lies; all ranks must ask for the same together."""
         nbytes = max(1, count * dtype.itemsize)
         return torch.frombuffer(memoryview(self._shared.allocate(nbytes)), dtype=dtype, count=count)
+
+    def has_spare_cores(self) -> bool:
+        """Whether the host has more cores than the ranks' threads use: then asynchronous calls take none from them."""
+        return len(os.sched_getaffinity(0)) > self._size * torch.get_num_threads()
 
     # Reductions ---------------------------------------------------------------------------------------------------
 

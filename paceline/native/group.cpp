@@ -5,6 +5,10 @@ namespace {
 
 constexpr auto nap = std::chrono::milliseconds(50);
 
+// A caller has nothing else to do, and ranks that compute the same differ by less; a thread of ours may take the core
+// from a rank that computes.
+constexpr auto spin_of_callers = std::chrono::microseconds(1000), spin_of_threads = std::chrono::microseconds(60);
+
 Clock::time_point end_of(double seconds) {
   if (seconds < 0) return Clock::time_point::max();
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
@@ -64,10 +68,11 @@ bool Group::gives_up(const Task& task) {
 // Collectives ------------------------------------------------------------------------------------------------------
 
 // Runs the first of the queue; the lock is free meanwhile.
-void Group::run_next(std::unique_lock<std::mutex>& lock) {
+void Group::run_next(std::unique_lock<std::mutex>& lock, std::chrono::microseconds spin_time) {
   const TaskPointer task = queue_.front();
   queue_.pop_front();
   running_ = true;
+  segment_.spin_time = spin_time;
   lock.unlock();
   std::string error;
   try {
@@ -88,7 +93,7 @@ bool Group::wait_for_collective(const TaskPointer& task, double seconds) {
   while (!task->done) {
     // Nobody who must be back in time may start something that can take longer.
     if (seconds < 0 && !running_ && !queue_.empty()) {
-      run_next(lock);
+      run_next(lock, spin_of_callers);
       continue;
     }
     changed_.wait_until(lock, std::min(end, Clock::now() + nap));
@@ -107,7 +112,7 @@ void Group::run_collectives() {
   while (true) {
     changed_.wait(lock, [&] { return closed_ || (!running_ && !queue_.empty()); });
     if (closed_) return;
-    run_next(lock);
+    run_next(lock, spin_of_threads);
   }
 }
 

@@ -45,7 +45,7 @@ class Group {
   bool gives_up(const Task& task);
   bool wait_for_collective(const TaskPointer& task, double seconds);
   bool wait_for_message(const TaskPointer& task, double seconds);
-  void run_next(std::unique_lock<std::mutex>& lock);
+  void run_next(std::unique_lock<std::mutex>& lock, std::chrono::microseconds spin_time);
   void run_collectives();
   void move_messages();
 

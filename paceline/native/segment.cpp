@@ -21,8 +21,7 @@ thread_local std::function<bool()> interrupted;
 namespace {
 
 constexpr int nap_milliseconds = 50;  // a dead rank is noticed within this
-constexpr auto spin_time = std::chrono::microseconds(60);
-constexpr auto worth_spinning = std::chrono::microseconds(200);  // a sleeper takes about 50 to wake up
+constexpr auto time_to_wake_up = std::chrono::microseconds(150);
 constexpr int most_spins_to_skip = 31;
 
 size_t aligned(size_t bytes) { return (bytes + 4095) & ~size_t(4095); }
@@ -180,7 +179,7 @@ void Segment::sleep_for(int rank, uint32_t step) {
   while (true) {
     seen_[rank] = peer.step.load(std::memory_order_seq_cst);
     if (reached(seen_[rank], step)) {
-      if (Clock::now() - start < worth_spinning) spins_to_skip_ = 0;
+      if (Clock::now() - start < spin_time + time_to_wake_up) spins_to_skip_ = 0;
       return;
     }
     futex_wait(peer.step, seen_[rank], nap_milliseconds);

@@ -136,6 +136,8 @@ class Segment {
   const Member member;
   const std::shared_ptr<File> file;
   bool spins;
+  // How long a wait spins before it sleeps: waking up costs more than most waits. Set before each operation.
+  std::chrono::microseconds spin_time{60};
   std::atomic<bool> closing{false};
 
   // The operation under way, for messages and for its deadline.

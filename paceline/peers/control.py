@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.errors import CommError
@@ -34,6 +35,8 @@ class Control:
         self._numbers = numbers
         self._peers = peers
         self._num_parameters = num_parameters
+        # Through numpy: for a few numbers a tensor's operations cost more than they do.
+        self._row = (numbers if numbers.is_cpu else numbers.cpu()).numpy()
 
     @staticmethod
     def length(num_parameters: int, workers: int) -> int:
@@ -46,22 +49,24 @@ class Control:
         examples: int,
         total: int,
         loss: float | None,
-        used: Iterable[int],
+        used: Collection[int],
         compute_seconds: float,
     ) -> None:
         """Write this worker's numbers."""
-        row = [0.0] * len(self._numbers)
+        row = self._row
+        row.fill(0.0)
         row[_TAG], row[_TOTAL], row[_EXAMPLES] = tag % _TAG_PERIOD, total % _TAG_PERIOD, examples
         if loss is not None and examples > 0:
             row[_LOSS], row[_LOSSES] = loss * examples, examples
-        for place in used:
-            row[_USED + place] = 1.0
+        flags = row[_USED : _USED + self._num_parameters]
+        flags[slice(None) if len(used) == self._num_parameters else list(used)] = 1.0
         row[_USED + self._num_parameters + self._peers.rank] = compute_seconds
-        self._numbers.copy_(self._numbers.new_tensor(row))
+        if not self._numbers.is_cpu:
+            self._numbers.copy_(torch.from_numpy(row))
 
     def read(self, tag: int, total: int) -> Told:
         """Read the sums; workers that are not in the same step as this one, or not on the same data, are an error."""
-        row = self._numbers.tolist()
+        row = self._row.tolist() if self._numbers.is_cpu else self._numbers.tolist()
         self._compare("step", row[_TAG], tag, "do all make the same number of steps, and accumulate in the same ones?")
         self._compare("number of examples", row[_TOTAL], total, "do all of them go through the same data?")
         seconds = row[_USED + self._num_parameters :]

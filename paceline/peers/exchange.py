@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -121,7 +121,6 @@ class AllReduceExchange:
     def __init__(self, model: nn.Module, peers: Peers, policy: AllReduce) -> None:
         self.rank, self.world_size = peers.rank, peers.size
         self._peers = peers
-        self._model = model
         check_same_model(model, peers)
         with peers.explain("receiving the parameters of worker 0"):
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -133,6 +132,7 @@ class AllReduceExchange:
             sparse=sparse_parameters(model),
         )
         self._accumulated: list[tuple[int, int | None]] = []  # examples and total of the passes kept so far
+        self._modules = list(model.modules())  # walking through them takes longer than looking for buffers
 
     def accumulate(self, *, examples: int, total: int | None) -> None:
         self._reducer.disarm()
@@ -161,7 +161,7 @@ class AllReduceExchange:
     def follow_buffers(self) -> None:
         """Copy worker 0's buffers to all."""
         with self._peers.explain("sending buffers"):
-            send_tensors(list(self._model.buffers()), self._peers)
+            send_tensors([tensor for module in self._modules for tensor in _buffers_of(module)], self._peers)
 
     def release(self, *, failed: bool = False) -> None:
         if failed:
@@ -188,6 +188,10 @@ class AllReduceExchange:
 
     def close(self) -> None:
         self._reducer.close()
+
+
+def _buffers_of(module: nn.Module) -> Iterable[Tensor]:
+    return (buffer for buffer in module._buffers.values() if buffer is not None)
 
 
 def _weight(examples: int, total: int | None) -> float:

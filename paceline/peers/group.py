@@ -16,8 +16,6 @@ from torch import Tensor
 from paceline.collectives.register import NAME
 from paceline.errors import CommError
 
-_SUM = dist.AllreduceOptions()
-
 
 class Work(Protocol):
     """A collective under way."""
@@ -49,10 +47,18 @@ class Peers:
         zeros: Tensor = allocate(count, dtype)
         return zeros
 
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
-        """Start adding up ``tensor`` over all workers, in place."""
-        options = _SUM if op is dist.ReduceOp.SUM else dist.AllreduceOptions()
-        options.reduceOp = op
+    def overlaps(self) -> bool:
+        """Whether collectives can run while this worker computes.
+
+        Those of one host are work for its cores; if all of them compute, a second thread only gets in their way.
+        """
+        spare_cores = getattr(self.group, "has_spare_cores", None)
+        return spare_cores is None or bool(spare_cores())
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, now: bool = False) -> Work:
+        """Start adding up ``tensor`` over all workers, in place; ``now`` is faster if there is nothing else to do."""
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = op, not now
         work: Work = self.group.allreduce([tensor], options)
         return work
 

@@ -85,6 +85,7 @@ class Reducer:
         self._sparse = [place for place, name in enumerate(self._names) if name in sparse]
         self._peers = peers
         self._policy = policy
+        self._overlaps = policy.overlap and peers.overlaps()
         self._steps = 0
         self._assumed_total = peers.size
         self._step: _Step | None = None
@@ -196,22 +197,21 @@ class Reducer:
         if not step.callback_queued:
             step.callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self._place(place, step)
-        bucket = self._bucket_of.get(place)
-        if bucket is not None:
-            bucket.missing -= 1
-            if bucket.missing == 0 and self._policy.overlap:
-                self._launch_full(step)
-
-    def _place(self, place: int, step: _Step) -> None:
         step.arrived.add(place)
         if not self._rebuilt:
             self._order.append(place)
-        view, parameter = self._views.get(place), self._parameters[place]
+        bucket = self._bucket_of.get(place)
+        if bucket is not None and self._overlaps:  # else all are placed at the end, which costs less for each
+            self._place(place, step)
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._launch_full(step)
+
+    def _place(self, place: int, step: _Step) -> None:
+        """Put a gradient, weighted, into its place in its bucket."""
+        view, parameter = self._views[place], self._parameters[place]
         grad = parameter.grad
         assert grad is not None, "a gradient hook fires after the gradient is there"
-        if view is None:
-            return
         if grad.layout != torch.strided:
             raise UsageError(
                 f"{self._names[place]} has a sparse gradient but belongs to no Embedding(sparse=True); "
@@ -227,19 +227,23 @@ class Reducer:
 
     def _launch_full(self, step: _Step) -> None:
         """Start every bucket that is full, in order: what comes later waits, so that all workers agree."""
-        while step.launched < len(self._buckets) and self._buckets[step.launched].missing == 0:
+        while step.launched < len(self._buckets) - 1 and self._buckets[step.launched].missing == 0:
             bucket = self._buckets[step.launched]
-            if step.launched == len(self._buckets) - 1:
-                self._control.fill(
-                    tag=step.tag,
-                    examples=step.examples,
-                    total=step.total,
-                    loss=step.loss(),
-                    used=step.used,
-                    compute_seconds=time.perf_counter() - self._left_at,
-                )
-            bucket.work = self._peers.all_reduce(bucket.flat)
+            bucket.work = self._peers.all_reduce(bucket.flat, now=not self._overlaps)
             step.launched += 1
+
+    def _reduce_last(self, step: _Step) -> None:
+        """Reduce the bucket that has the control numbers: on this thread, for there is nothing else left to do."""
+        self._control.fill(
+            tag=step.tag,
+            examples=step.examples,
+            total=step.total,
+            loss=step.loss(),
+            used=step.used,
+            compute_seconds=time.perf_counter() - self._left_at,
+        )
+        step.launched += 1
+        self._buckets[-1].work = self._peers.all_reduce(self._buckets[-1].flat, now=True)
 
     def _finish(self) -> None:
         """Backward is over: launch what is left, wait for everything, and put the results in place."""
@@ -250,6 +254,7 @@ class Reducer:
         self._broken = True  # until all of it is done
         with self._peers.explain(f"averaging gradients in its exchange {self._steps}"):
             self._launch_rest(step)
+            self._reduce_last(step)
             for bucket in self._buckets:
                 assert bucket.work is not None
                 bucket.work.wait()
@@ -266,13 +271,15 @@ class Reducer:
         self._step = None
 
     def _launch_rest(self, step: _Step) -> None:
-        """Fill the places whose gradients did not come in this backward pass."""
+        """Fill the places that are still empty, also those whose gradients did not come in this backward pass."""
         for place, view in self._views.items():
-            if place not in step.arrived:
-                if self._parameters[place].grad is not None:
-                    self._place(place, step)  # left by an accumulating pass
-                else:
-                    view.zero_()
+            if self._overlaps and place in step.arrived:
+                continue
+            if self._parameters[place].grad is not None:
+                self._place(place, step)
+                step.arrived.add(place)  # or left by an accumulating pass
+            else:
+                view.zero_()
         for bucket in self._buckets:
             bucket.missing = 0
         self._launch_full(step)
