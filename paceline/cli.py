@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from paceline.errors import CommError, PacelineError, UsageError, unknown_name
+from paceline.launch.environment import read_world
 from paceline.launch.reports import supervised
 from paceline.version import __version__
 
@@ -111,10 +112,12 @@ def train(context: click.Context, /, workers: int, resume: str | None, as_json: 
     """Train a built-in PROBLEM, or the one that a Python file makes (path/to/file.py)."""
     from paceline.training import TrainConfig, check_config, load_config_problem
 
+    if resume is not None:
+        given = _typed(context, {**options, "workers": workers})
+        options = {**_saved_options(resume), **given, "run": resume, "resume": True}
+        workers = options.pop("workers")
     if workers < 1:
         raise UsageError(f"--workers must be at least 1, got {workers}")
-    if resume is not None:
-        options = {**_saved_options(resume), **_typed(context, options), "run": resume, "resume": True}
     schedule = _schedule_config(options)
     config = TrainConfig(schedule=schedule, **options)
     problem = load_config_problem(config)
@@ -129,6 +132,8 @@ def train(context: click.Context, /, workers: int, resume: str | None, as_json: 
         return
     goal = "" if result["target"] is None else f" (target {result['target']:g})"
     spent = f"after {result['steps']} steps in {result['seconds']:.1f} s"
+    if result["resumed_at"] == result["steps"]:
+        spent = f"after {result['steps']} steps; the run was finished already"
     print(f"{result['problem']}: {result['metric']} {result['value']:.4f}{goal} {spent}")
     print(f"run: {result['run']}")
 
@@ -150,6 +155,7 @@ def _train_on(workers: int, config: TrainConfig, quiet: bool) -> dict[str, Any]:
     from paceline.training import Progress
 
     results: list[dict[str, Any]] = []
+    stopped: list[bool] = []
     with contextlib.ExitStack() as stack:
         line = None if quiet else stack.enter_context(ProgressLine(f"{config.problem} x {workers}"))
 
@@ -160,8 +166,8 @@ def _train_on(workers: int, config: TrainConfig, quiet: bool) -> dict[str, Any]:
                 line(Progress(**report["progress"]))
 
         command = ["-m", "paceline", "train-worker", json.dumps(dataclasses.asdict(config))]
-        code = supervise(command, workers=workers, on_report=hear)
-    if code in (130, 143):
+        code = supervise(command, workers=workers, on_report=hear, on_stop=lambda: stopped.append(True))
+    if stopped:
         raise KeyboardInterrupt
     if code != 0 or not results:
         sys.exit(code or 1)
@@ -211,7 +217,8 @@ def run(workers: int, policy: str | None, command: tuple[str, ...]) -> int:
         from paceline.policies import parse_policy
 
         parse_policy(policy)
-    return supervise(command, workers=workers, policy=policy)
+    tell = functools.partial(print, "paceline: interrupted", file=sys.stderr)
+    return supervise(command, workers=workers, policy=policy, on_stop=tell)
 
 
 def _schedule_config(options: dict[str, Any]) -> Any:
@@ -235,13 +242,15 @@ def _typed(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _saved_options(run: str) -> dict[str, Any]:
-    """Read back the options of a run that ``paceline train`` made."""
+    """Read back the options of a run that ``paceline train`` made, its number of workers among them."""
     from paceline.schedules import ScheduleConfig
     from paceline.training import TrainConfig
 
     file = Path(run) / "config.json"
     try:
-        saved: dict[str, Any] = dict(json.loads(file.read_text())["train"])
+        found = json.loads(file.read_text())
+        saved: dict[str, Any] = dict(found["train"])
+        workers = 1 if read_world() is not None else int(found["world_size"])  # a launcher has started them already
         schedule = dict(saved.pop("schedule"))
         schedule["decay_epochs"] = ",".join(str(epoch) for epoch in schedule["decay_epochs"])
         known = {field.name for kind in (TrainConfig, ScheduleConfig) for field in dataclasses.fields(kind)}
@@ -251,7 +260,7 @@ def _saved_options(run: str) -> dict[str, Any]:
         raise UsageError(
             f"--resume wants the directory of a run of 'paceline train'; {file} is missing or not of one"
         ) from error
-    return {**saved, **schedule}
+    return {**saved, **schedule, "workers": workers}
 
 
 def _free_directory(problem: str) -> str:

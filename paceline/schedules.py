@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
@@ -72,15 +72,32 @@ def product(*schedules: Schedule) -> Schedule:
     return lambda step: math.prod(schedule(step) for schedule in schedules)
 
 
-def make_scheduler(optimizer: Optimizer, schedule: Schedule) -> LambdaLR:
+class EpochScheduler(LambdaLR):
+    """A scheduler that keeps its place among the epochs when a run goes on with other steps to an epoch.
+
+    More workers, or a larger batch, make fewer steps of the same epoch.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: Schedule, steps_per_epoch: int) -> None:
+        self.steps_per_epoch = steps_per_epoch  # LambdaLR saves it with its own attributes
+        # LambdaLR saves the attributes of callable objects but nothing of a plain function.
+        super().__init__(optimizer, lambda step: schedule(step))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        here, there = self.steps_per_epoch, state_dict["steps_per_epoch"]
+        super().load_state_dict({**state_dict, "steps_per_epoch": here})
+        # Torch's name for the steps done. Rounded down: what is left of an epoch is rounded up to whole steps.
+        self.last_epoch = self.last_epoch * here // there
+
+
+def make_scheduler(optimizer: Optimizer, schedule: Schedule, steps_per_epoch: int = 1) -> EpochScheduler:
     """Let ``schedule`` set the optimizer's rates; call the scheduler's ``step`` once per optimizer step.
 
     The state of the scheduler is plain numbers. The schedule is not part of it: to resume, make the scheduler
-    with the same schedule and load the state.
+    with the same schedule (or the same one over other ``steps_per_epoch``) and load the state.
     """
     _require_unscheduled(optimizer)
-    # LambdaLR saves the attributes of callable objects but nothing of a plain function.
-    return LambdaLR(optimizer, lambda step: schedule(step))
+    return EpochScheduler(optimizer, schedule, steps_per_epoch)
 
 
 WARMUPS: dict[str, Callable[[int, float], Schedule] | None] = {
@@ -120,7 +137,7 @@ class ScheduleConfig:
                 "before scaling, or warmup_start, a share of the rate"
             )
 
-    def build(self, optimizer: Optimizer, *, steps_per_epoch: int, epochs: float, batch: int) -> LambdaLR | None:
+    def build(self, optimizer: Optimizer, *, steps_per_epoch: int, epochs: float, batch: int) -> EpochScheduler | None:
         """Scale the optimizer's rates to ``batch`` and return the scheduler, or None if the rates then stay.
 
         The scheduler is stepped once per optimizer step. Call this once, on a fresh optimizer,
@@ -131,7 +148,7 @@ class ScheduleConfig:
         if self.base_batch is not None:
             for group in optimizer.param_groups:
                 group["lr"] = scaled_rate(group["lr"], base_batch=self.base_batch, batch=batch)
-        return make_scheduler(optimizer, product(*schedules)) if schedules else None
+        return make_scheduler(optimizer, product(*schedules), steps_per_epoch) if schedules else None
 
     def _schedules(self, *, steps_per_epoch: int, epochs: float, batch: int) -> list[Schedule]:
         _require_at_least(1, steps_per_epoch=steps_per_epoch, batch=batch)

@@ -234,6 +234,11 @@ class Session:
         """The epoch under way, from 0."""
         return self._data.epoch
 
+    @property
+    def consumed(self) -> int:
+        """How much of the epoch under way is used: samples of all workers together, or batches of a loader."""
+        return self._data.consumed
+
     def step(self, *, accumulate: bool = False, examples: int | None = None) -> Step:
         """Open one step of the loop: compute a loss and call ``backward()`` inside the block.
 
@@ -530,7 +535,7 @@ class Session:
     def _checked(self, file: Path, state: dict[str, Any]) -> dict[str, Any]:
         try:
             mismatch = self._trainee.mismatch(state["trainee"])
-            parts = [state[part] for part in ("data", "session", "streams")]
+            parts = [state[part] for part in ("data", "session", "streams", "exchange")]
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} does not hold the state of a session: {error!r}") from error
         if mismatch is not None or not all(isinstance(part, dict) for part in parts):
@@ -540,6 +545,7 @@ class Session:
     def _load(self, state: Mapping[str, Any]) -> None:
         self._trainee.load_state_dict(state["trainee"])
         self._data.load_state_dict(state["data"])
+        self._exchange.load_state_dict(state["exchange"])
         session = state["session"]
         self.steps, self._blocks, self.seed = session["steps"], session["blocks"], session["seed"]
         restore_streams(state["streams"])
@@ -557,6 +563,7 @@ class Session:
                 "metrics_bytes": metrics.sync() if metrics is not None else 0,
             },
             "streams": capture_streams(),
+            "exchange": self._exchange.state_dict(),
         }
 
     def _describe(self) -> dict[str, Any]:

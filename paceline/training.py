@@ -90,6 +90,7 @@ class TrainResult:
     target: float | None
     reached: bool | None
     steps: int
+    resumed_at: int  # how many of the steps an earlier process had made; all, if the run was finished already
     epochs: int
     seconds: float  # of this process; a resumed run counts from its resumption
     workers: int
@@ -181,6 +182,7 @@ class _Training:
     def run(self) -> TrainResult:
         started = time.perf_counter()
         with self._join() as session:
+            resumed_at = session.steps
             self._train(session, started)
             loss, value = self._evaluation(session)
             metric, target = self.problem.metric, self.problem.target
@@ -192,6 +194,7 @@ class _Training:
                 target=target,
                 reached=None if target is None else metric.reaches(value, target),
                 steps=session.steps,
+                resumed_at=resumed_at,
                 epochs=session.epoch,
                 seconds=time.perf_counter() - started,
                 workers=session.world_size,
@@ -228,8 +231,7 @@ class _Training:
         return training_sampler(self.config, self.problem, workers)
 
     def _train(self, session: Session, started: float) -> None:
-        total_steps = self._sampler(session.world_size).steps_per_epoch * self.epochs
-        total_steps = min(total_steps, self.config.max_steps or total_steps)
+        total_steps = self._total_steps(session)
         examples = 0
         for _ in session.epochs(self.epochs):
             for inputs, targets in session.batches(self.problem.train, self.batch_size):
@@ -253,6 +255,14 @@ class _Training:
                     )
             if self.config.evaluate:
                 self._evaluation(session)
+
+    def _total_steps(self, session: Session) -> int:
+        """The updates made so far, perhaps by another number of workers, and those to come."""
+        sampler = self._sampler(session.world_size)
+        whole_epochs = self.epochs - session.epoch - 1
+        to_come = whole_epochs * sampler.steps_per_epoch + sampler.steps_left(session.consumed)
+        total = session.steps + max(0, to_come)
+        return min(total, self.config.max_steps or total)
 
     def _step(self, session: Session, inputs: Tensor, targets: Tensor) -> Tensor:
         if self.needs_closure:

@@ -18,13 +18,18 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # bits depend on the number of threads
 }
 DEADLINE = 60.0
+MARK = "PACELINE_TEST_MARK"
 
 
 @contextlib.contextmanager
-def started(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Run ``python -m paceline`` with these arguments; it is dead at the end of the block."""
+def started(arguments: Sequence[str], *, mark: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Run ``python -m paceline`` with these arguments; it is dead at the end of the block.
+
+    It and all that it starts carry the ``mark`` in their environments, by which ``living`` finds them.
+    """
     command = [sys.executable, "-m", "paceline", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    environment = {**ENVIRONMENT, MARK: mark}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
     finally:
@@ -48,3 +53,24 @@ def wait_for_checkpoint(process: subprocess.Popen[str], run: Path, *, newer_than
             return True
         time.sleep(0.002)
     return process.poll() is None
+
+
+def living(mark: str) -> list[int]:
+    """The living processes that carry the mark; zombies have no environment any more."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            marked = f"{MARK}={mark}".encode() in path.read_bytes()
+        except OSError:
+            continue
+        if marked:
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_until_gone(mark: str, seconds: float = 10.0) -> None:
+    """Wait until no process carries the mark."""
+    end = time.monotonic() + seconds
+    while left := living(mark):
+        assert time.monotonic() < end, f"processes {left} were left behind"
+        time.sleep(0.01)

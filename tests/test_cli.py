@@ -241,8 +241,36 @@ def test_resuming_a_finished_run_says_the_same_again(paceline: Any, tmp_path: Pa
     first = json.loads(paceline(*QUICK, "--run", "mine", "--json").out)
     before = final(tmp_path / "mine")
     again = json.loads(paceline("train", "--resume", "mine", "--json").out)
-    assert {**again, "seconds": 0} == {**first, "seconds": 0}
+    assert (first["resumed_at"], again["resumed_at"]) == (0, 16)
+    assert {**again, "seconds": 0, "resumed_at": 0} == {**first, "seconds": 0}
     assert_same(final(tmp_path / "mine"), before)
+
+
+def test_resuming_a_finished_run_says_that_it_was_finished(paceline: Any) -> None:
+    """And not how fast nothing was done."""
+    first = paceline(*QUICK, "--run", "mine").out.splitlines()[0]
+    again = paceline("train", "--resume", "mine").out.splitlines()[0]
+    assert first.startswith(again.removesuffix("; the run was finished already") + " in ")
+    assert again != first and "finished already" not in first
+    longer = paceline("train", "--resume", "mine", "--epochs", "3").out.splitlines()[0]
+    assert "after 24 steps in " in longer
+
+
+def test_resuming_takes_the_workers_of_the_run(paceline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def supervise(*_: Any, workers: int, **__: Any) -> int:
+        asked.append(workers)
+        return 1
+
+    monkeypatch.setattr("paceline.launch.supervisor.supervise", supervise)
+    paceline(*QUICK, "--run", "mine", "--json")
+    config = json.loads((tmp_path / "mine" / "config.json").read_text())
+    (tmp_path / "mine" / "config.json").write_text(json.dumps({**config, "world_size": 3}))
+    paceline("train", "--resume", "mine")
+    paceline("train", "--resume", "mine", "--workers", "2")
+    assert asked == [3, 2]
+    assert paceline("train", "--resume", "mine", "--workers", "1").code == 0
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["train", "--help"]])

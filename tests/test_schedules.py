@@ -195,6 +195,26 @@ def test_a_resumed_scheduler_continues_from_json(schedule: Schedule) -> None:
     assert advance(resumed_optimizer, resumed, 8) == advance(optimizer, scheduler, 8)
 
 
+@law
+@given(before=counts, after=counts, epochs=st.integers(1, 9), done=st.floats(0.0, 1.0))
+def test_other_steps_to_an_epoch_keep_the_place_among_the_epochs(
+    before: int, after: int, epochs: int, done: float
+) -> None:
+    """As when a run goes on with another number of workers."""
+
+    def scheduler(steps_per_epoch: int) -> Any:
+        optimizer = SGD([Parameter(torch.zeros(1))], lr=1.0)
+        config = ScheduleConfig(decay="cosine")
+        return config.build(optimizer, steps_per_epoch=steps_per_epoch, epochs=epochs, batch=1)
+
+    first, second = scheduler(before), scheduler(after)
+    first.last_epoch = round(done * epochs * before)
+    second.load_state_dict(first.state_dict())
+    assert 0 <= first.last_epoch / before - second.last_epoch / after + 1e-9 < 1 / after + 1e-6
+    assert second.steps_per_epoch == after
+    assert (second.last_epoch == first.last_epoch) or before != after
+
+
 def test_a_second_scheduler_is_refused_and_changes_no_rate() -> None:
     optimizer = SGD([Parameter(torch.ones(2))], lr=0.5)
     make_scheduler(optimizer, step_decay([10]))

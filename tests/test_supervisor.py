@@ -7,12 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import DEADLINE, started, wait_until_gone
 from workbench import Bench, Ended, when_all_say, workbench
 
 from paceline.errors import UsageError
@@ -173,6 +175,18 @@ def test_ctrl_c_lets_the_workers_save(bench: Bench) -> None:
     assert ended.err == ""
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_the_command_says_that_it_was_interrupted(bench: Bench, name: str) -> None:
+    script = bench.script("Path('ready').touch(); sleep()")
+    with started(["run", script], mark=bench.mark) as process:
+        while not (bench.directory / "ready").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.Signals[name])
+        out, err = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, out, err) == (128 + signal.Signals[name], "", "paceline: interrupted\n")
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.04, 0.08])
 def test_ctrl_c_before_the_workers_are_ready_is_quiet(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, delay: float
@@ -241,6 +255,25 @@ def test_an_error_while_saving_is_shown(bench: Bench) -> None:
     assert "OSError: disk full" in ended.err
 
 
+@pytest.mark.timeout(10)
+def test_a_signal_that_takes_longer_than_a_look_at_the_workers_is_survived(bench: Bench) -> None:
+    """As it does while torch is being imported; some queues then wait for ever."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: time.sleep(0.2))
+    this_thread = threading.get_ident()
+
+    def send() -> None:
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            time.sleep(0.3)
+            signal.pthread_kill(this_thread, number)
+
+    sender = threading.Thread(target=send)
+    try:
+        assert bench.run("report('ready'); sleep()", on_report=when_all_say("ready", 2, sender.start)).code == 130
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_signal_handlers_are_put_back(bench: Bench) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     bench.run("pass", workers=1)
@@ -277,10 +310,7 @@ def test_nothing_outlives_a_killed_supervisor(bench: Bench) -> None:
     finally:
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 10
-    while bench.processes() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert bench.processes() == []
+    wait_until_gone(bench.mark)
     assert list(Path("/dev/shm").glob(f"{name}*")) == []
 
 

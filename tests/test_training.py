@@ -19,6 +19,7 @@ from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.problems import Metric, Problem, Recipe
 from paceline.record.checkpoint import read_checkpoint
+from paceline.schedules import ScheduleConfig
 from paceline.seeding import derive_seed, seed_streams
 from paceline.training import Progress, TrainConfig, evaluate, train
 
@@ -131,6 +132,23 @@ def test_runs_with_any_optimizer_are_resumed(optimizer: str, tmp_path: Path) -> 
     train(TrainConfig(**options, run=run, max_steps=7, save_every=3), problem())
     resumed = train(TrainConfig(**options, run=run, resume=True), problem())
     assert (resumed.loss, resumed.value, resumed.steps) == (whole.loss, whole.value, whole.steps)
+
+
+@pytest.mark.parametrize("batch_size", [5, 31])
+@pytest.mark.parametrize("stop", [4, 10, 13])
+def test_a_run_goes_on_with_another_batch_to_the_end_of_its_epochs(stop: int, batch_size: int, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    options: dict[str, Any] = {"run": str(tmp_path), "schedule": ScheduleConfig(decay="cosine")}
+    train(TrainConfig(**options, max_steps=stop), problem())
+    resumed = train(TrainConfig(**options, resume=True, batch_size=batch_size), problem(), seen.append)
+    lines = [json.loads(line) for line in metrics_of(tmp_path)]
+    steps = [line for line in lines if line["event"] == "step"]
+    for epoch in range(3):
+        assert sum(line["examples"] for line in steps if line["epoch"] == epoch) == len(DATASET)
+    assert {progress.total_steps for progress in seen} == {resumed.steps}
+    rates = [line["lr"] for line in steps]
+    assert rates == sorted(rates, reverse=True)
+    assert 0 < rates[-1] < 0.15 * rates[0], "at the end of the epochs, the end of the cosine"
 
 
 def test_a_lower_metric_may_be_the_goal() -> None:

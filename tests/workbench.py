@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import MARK, living
 
 import paceline
 from paceline.launch.supervisor import supervise
@@ -50,7 +51,7 @@ class Bench:
     @property
     def environment(self) -> dict[str, str]:
         packages = str(Path(paceline.__file__).parent.parent)
-        return {**os.environ, "PYTHONPATH": packages, "PACELINE_TEST_MARK": self.mark}
+        return {**os.environ, "PYTHONPATH": packages, MARK: self.mark}
 
     def script(self, source: str, *, prologue: bool = True) -> str:
         path = self.directory / "script.py"
@@ -63,16 +64,8 @@ class Bench:
         return Ended(code, *self.capture.readouterr())
 
     def processes(self) -> list[int]:
-        """The living processes that carry the mark; zombies have no environment any more."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                marked = self.mark.encode() in path.read_bytes()
-            except OSError:
-                continue
-            if marked:
-                found.append(int(path.parent.name))
-        return found
+        """The living processes that carry the mark."""
+        return living(self.mark)
 
 
 @contextlib.contextmanager

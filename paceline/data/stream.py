@@ -20,7 +20,7 @@ class BatchStream:
     def __init__(self) -> None:
         self.epoch = 0
         self.batch: Fetched | None = None  # handed out and not used yet
-        self._consumed = 0  # the feed's position behind the last batch used
+        self.consumed = 0  # the feed's position behind the last batch used
         self._at_start: dict[str, Any] | None = None  # what the order of the present epoch depends on
         self._unit: str | None = None  # what the position counts
         self._loaded = False
@@ -56,39 +56,39 @@ class BatchStream:
     def use(self) -> None:
         """Count the batch that was handed out as used."""
         if self.batch is not None:
-            self._consumed = self.batch.consumed
+            self.consumed = self.batch.consumed
             self.batch = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "consumed": self._consumed, "unit": self._unit, "at_start": self._at_start}
+        return {"epoch": self.epoch, "consumed": self.consumed, "unit": self._unit, "at_start": self._at_start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = state["epoch"]
-        self._consumed = state["consumed"]
+        self.consumed = state["consumed"]
         self._unit = state["unit"]
         self._at_start = state["at_start"]
         self._loaded = True
 
     def _rest_of_epoch(self, feed: Feed) -> Iterator[Fetched]:
-        if self._consumed > 0 and self._unit != feed.unit:
+        if self.consumed > 0 and self._unit != feed.unit:
             raise UsageError(
-                f"the epoch stands after {self._consumed} {self._unit}, and these batches are counted in {feed.unit}; "
+                f"the epoch stands after {self.consumed} {self._unit}, and these batches are counted in {feed.unit}; "
                 "go on with the same kind of source (a DataLoader is one thing on one worker and another on several)"
             )
         self._unit = feed.unit
-        if self._at_start and (self._consumed > 0 or self._loaded):
+        if self._at_start and (self.consumed > 0 or self._loaded):
             now = capture_streams()
             feed.restore(self._at_start)
-            if self._consumed > 0:
-                rest = feed.start(self.epoch, self._consumed)  # draws the same order again, up to where we stand
+            if self.consumed > 0:
+                rest = feed.start(self.epoch, self.consumed)  # draws the same order again, up to where we stand
                 restore_streams(now)
                 return rest
             restore_streams(now)  # the epoch has not begun: only the loader's own generators were needed
         self._loaded = False
         self._at_start = feed.capture()
-        return feed.start(self.epoch, self._consumed)
+        return feed.start(self.epoch, self.consumed)
 
     def _finish_epoch(self, feed: Feed | None = None) -> None:
         self.epoch += 1
-        self._consumed = 0
+        self.consumed = 0
         self._at_start = feed.capture() if feed is not None else None

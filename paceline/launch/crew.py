@@ -87,7 +87,8 @@ class Crew:
         self.screen = Screen()
         self.lives: list[Life] = []
         self._on_report = on_report
-        self._reports: queue.SimpleQueue[tuple[Life, dict[str, Any]]] = queue.SimpleQueue()
+        # Not a SimpleQueue: its get(timeout) waits for ever if a signal comes and handling it takes longer than that.
+        self._reports: queue.Queue[tuple[Life, dict[str, Any]]] = queue.Queue()
         self._workers: list[Worker] = []
         self._sweepers: list[threading.Thread] = []
         self._guard = Guard()

@@ -28,6 +28,7 @@ def supervise(
     policy: str | None = None,
     environment: Mapping[str, str] | None = None,
     on_report: Callable[[int, dict[str, Any]], None] | None = None,
+    on_stop: Callable[[], None] = lambda: None,
 ) -> int:
     """Run ``command`` (``script.py ...`` or ``-m module ...``) on this many local workers; return the exit code.
 
@@ -37,7 +38,7 @@ def supervise(
     children, unless they began a session of their own.
 
     ``environment`` replaces ours as the base of the workers'; ``on_report`` is called with the rank and what its
-    worker reported.
+    worker reported, ``on_stop`` at the end of a run that a signal has ended.
     """
     _check(command, workers)
     with contextlib.ExitStack() as stack:
@@ -53,6 +54,7 @@ def supervise(
     if fault is not None:
         crew.screen.write("stderr", fault.message(started))
     if stop:
+        on_stop()
         return 128 + stop[0]
     return 0 if fault is None else fault.code
 

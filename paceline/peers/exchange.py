@@ -55,6 +55,14 @@ class Exchange(Protocol):
         """Copy worker 0's buffers to all."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the bits of the exchanges to come depend on, beside what is exchanged."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; the state may be that of another number of workers, or of one alone."""
+        ...
+
     def close(self) -> None:
         """Let go of the model; the group stays."""
         ...
@@ -109,6 +117,12 @@ class Alone:
         return number
 
     def follow_buffers(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
 
     def close(self) -> None:
@@ -185,6 +199,13 @@ class AllReduceExchange:
             tensor = torch.tensor([number], device=self._peers.device)
             self._peers.all_reduce(tensor, torch.distributed.ReduceOp.MAX).wait()
         return int(tensor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._reducer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self._reducer.load_state_dict(state)
 
     def close(self) -> None:
         self._reducer.close()

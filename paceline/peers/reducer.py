@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class Reducer:
         self._assumed_total = peers.size
         self._step: _Step | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._order: list[int] = []  # in which gradients came in the first step
+        self._order: list[int] = []  # in which gradients come, as found in the first step
         self._rebuilt = False
         self._built_at = 0  # the exchange before which the buckets were planned from the registration order
         self._left_at = time.perf_counter()
@@ -315,6 +316,22 @@ class Reducer:
             self._peers.all_reduce(summed).wait()
             parameter.grad = summed if summed._nnz() else None
 
+    # State ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What rounding depends on: sums over three workers or more come out by their place in the buckets.
+
+        Worker 0's is right for all.
+        """
+        planned = self._rebuilt or self._steps > self._built_at
+        return {"order": self._true_order() if planned else None, "assumed_total": self._assumed_total}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the buckets of a run before, unless other parameters are trained now; all workers call this."""
+        self._assumed_total = state["assumed_total"]
+        if state["order"] is not None and sorted(state["order"]) == sorted(self._views):
+            self._build(state["order"])
+
     # Buckets ----------------------------------------------------------------------------------------------
 
     def _build(self, order: Sequence[int] | None = None) -> None:
@@ -322,9 +339,12 @@ class Reducer:
         self.close()
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         dense = [place for place, on in enumerate(self._trained) if on and place not in self._sparse]
+        self._rebuilt = order is not None
         if order is None:
             order = dense[::-1]
-            self._rebuilt, self._order, self._built_at = False, [], self._steps
+            self._order, self._built_at = [], self._steps
+        else:
+            self._order = list(order)
         plan = plan_buckets(
             [Item(p.numel(), p.element_size(), (p.dtype, p.device)) for p in self._parameters],
             order,
@@ -363,12 +383,15 @@ class Reducer:
             self._buckets.append(Bucket(flat, places))
 
     def _rebuild_in_true_order(self) -> None:
-        """Order the buckets as rank 0's gradients came in the first step, parameters that had none last."""
-        came = list(dict.fromkeys(place for place in self._order if place in self._views))
+        """Order the buckets as rank 0's gradients came in the first step."""
         with self._peers.explain("agreeing on the order of gradients"):
-            order = self._peers.share(came + sorted(self._views.keys() - set(came), reverse=True))
-        self._rebuilt = True
+            order = self._peers.share(self._true_order())
         self._build(order)
+
+    def _true_order(self) -> list[int]:
+        """The order in which gradients came, parameters that had none last."""
+        came = list(dict.fromkeys(place for place in self._order if place in self._views))
+        return came + sorted(self._views.keys() - set(came), reverse=True)
 
     def _agree_on(self, plan: list[list[int]]) -> None:
         """Make sure that all workers have the same buckets: another order would give wrong averages silently."""
