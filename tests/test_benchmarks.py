@@ -18,9 +18,13 @@ PARTS = ("forward", "backward", "communication", "waited", "optimizer")
 
 
 def run(script: str, *arguments: str, code: int = 0) -> Any:
-    """Run a benchmark for a few seconds and give its JSON, the only thing that it may print."""
+    """Run a script of ``benchmarks/`` for a few seconds and give its JSON, the only thing that it may print."""
+    return run_command(str(REPOSITORY / "benchmarks" / script), *arguments, code=code)
+
+
+def run_command(*arguments: str, code: int = 0) -> Any:
     process = subprocess.Popen(
-        [sys.executable, REPOSITORY / "benchmarks" / script, "--quick", "--json", *arguments],
+        [sys.executable, *arguments, "--quick", "--json"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -54,12 +58,21 @@ def test_equality_fails_where_the_bound_is_broken() -> None:
     assert any(row["difference"] > row["allowed"] for row in found["rows"])
 
 
-def test_step_time() -> None:
-    rows = run("step_time.py")["rows"]
+def test_bench_step() -> None:
+    rows = run_command("-m", "paceline", "bench", "step")["rows"]
     ways = {row["way"]: row for row in rows}
-    assert set(ways) == {"barrier", "paceline session", "paceline ddp", "torch ddp", "torch ddp, views"}
-    assert all(positive(row, "megabytes", "step_ms", "over_barrier", "over_ddp", "over_views") for row in rows)
-    assert ways["barrier"]["over_barrier"] == ways["torch ddp"]["over_ddp"] == 1
+    exchanges = {"session", "our ddp", "torch ddp"}
+    assert set(ways) == {"barrier", *exchanges, *(f"{way} on gloo" for way in exchanges)}
+    assert all(positive(row, "megabytes", "step_ms", "over_barrier", "over_gloo") for row in rows)
+    assert ways["barrier"]["over_barrier"] == ways["torch ddp on gloo"]["over_gloo"] == 1
+
+
+def test_bench_collectives() -> None:
+    rows = run_command("-m", "paceline", "bench", "collectives", "--ranks", "2")["rows"]
+    assert [(row["bytes"], row["buffers"]) for row in rows] == [(n, b) for n in (4096, 65536) for b in ("hot", "cold")]
+    for row in rows:
+        assert row["ranks"] == 2
+        assert positive(row, "ours_us", "any_us", "gloo_us", "ours_ratio", "any_ratio", "bandwidth_share")
 
 
 def check_sweep(found: dict[str, Any]) -> None:
