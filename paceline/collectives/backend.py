@@ -46,9 +46,14 @@ def create(place: Any, options: Any) -> Any:
         raise UsageError(f"backend {NAME!r} has no options, got {options!r}")
     obstacle = _obstacle(place.store, place.group_rank, place.group_size)
     if obstacle:
-        warnings.warn(f"backend {NAME!r} uses Gloo: {obstacle}", stacklevel=2)
+        _tell_once(f"backend {NAME!r} uses Gloo: {obstacle}")
         return c10d.ProcessGroupGloo(place.store, place.group_rank, place.group_size, timeout=place.timeout)
     return ProcessGroup(place.store, place.group_rank, place.group_size, place.timeout, place.group_id)
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
 
 
 def _obstacle(store: c10d.Store, rank: int, size: int) -> str:
@@ -112,6 +117,10 @@ def _reduction(op: Any) -> str:
 _TorchProcessGroup: Any = dist.ProcessGroup
 
 
+class NoBackendError(UsageError, RuntimeError):
+    """Nobody serves a device. torch expects the latter, where it tries one device after the other."""
+
+
 class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     """The ranks of one host; made by ``init_process_group("paceline")`` and ``new_group``.
 
@@ -167,7 +176,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         if device.type == "cpu":
             return self
         if device.type not in {other.type for other in self._elsewhere._device_types}:
-            raise UsageError(f"backend {NAME!r} has nothing for tensors on {device}; move them to the CPU")
+            raise NoBackendError(f"backend {NAME!r} has nothing for tensors on {device}; move them to the CPU")
         return self._elsewhere._get_backend(device)
 
     supports_splitting = False
@@ -323,6 +332,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
             )
         return self._work([piece for pieces in outputs for piece in pieces], tickets, staged)
 
+    @_by_device
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         """As ``allgather``, but the lists are the other way round: for each rank, what it gave."""
         return self.allgather([list(pieces) for pieces in zip(*outputs, strict=True)], inputs, opts)
@@ -463,6 +473,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = dist.BarrierOptions()) -> Work:  # noqa: B008
         device = opts.device
         if device is not None and device.type != "cpu":
+            self._get_backend(device)  # refuses devices that nobody serves
             return self._elsewhere.barrier(opts)  # type: ignore[return-value]
         return self._work([], [self._shared.barrier(async_=opts.asyncOp)], [])
 
