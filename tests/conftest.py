@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline import native
+
 T = TypeVar("T")
 
 # Bits depend on the number of threads; here, since fixtures of wider scope run before any function's.
@@ -48,6 +50,16 @@ class World:
 
     deadline = 60.0
 
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def _group(self, store: Any, rank: int, workers: int, timeout: timedelta) -> Any:
+        if self._backend == "gloo":
+            return dist.ProcessGroupGloo(store, rank, workers, timeout)
+        from paceline.collectives.backend import ProcessGroup
+
+        return ProcessGroup(store, rank, workers, timeout, "world")
+
     def __call__(self, workers: int, work: Callable[[Any], T], *, timeout: float = 20.0) -> list[T]:
         """Call ``work(group)`` on every worker and give their results; if one fails, raise its error."""
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -56,7 +68,7 @@ class World:
 
         def worker(rank: int) -> None:
             try:
-                results[rank] = work(dist.ProcessGroupGloo(store, rank, workers, timedelta(seconds=timeout)))
+                results[rank] = work(self._group(store, rank, workers, timedelta(seconds=timeout)))
             except BaseException as error:
                 failures.append(error)
 
@@ -74,6 +86,9 @@ class World:
         return [results[rank] for rank in range(workers)]
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
+@pytest.fixture(params=["gloo", "shared memory"])
+def world(request: pytest.FixtureRequest) -> World:
+    """Workers as threads, over each way of agreeing on one host."""
+    if request.param != "gloo" and not native.available():
+        pytest.skip(native.reason())
+    return World(request.param)

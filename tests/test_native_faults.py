@@ -388,7 +388,11 @@ def test_nothing_stays_open_or_mapped(tmp_path: Path) -> None:
     for turn in range(3):
         run_ranks(work, 3, tmp_path, name=f"g{turn}")
     assert (open_files(), mapped()) == before
-    assert len(list(Path("/proc/self/task").iterdir())) == threads
+    # A Python thread can be joined a moment before the kernel's thread under it has ended.
+    end = time.monotonic() + DEADLINE
+    while len(list(Path("/proc/self/task").iterdir())) > threads:
+        assert time.monotonic() < end, "a thread stays behind"
+        time.sleep(0.001)
 
 
 def test_nothing_stays_open_after_a_start_that_failed(tmp_path: Path) -> None:

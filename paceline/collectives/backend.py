@@ -63,9 +63,14 @@ def create(place: Any, options: Any) -> Any:
     obstacle = _obstacle(place.store, place.group_rank, place.group_size)
     if obstacle:
         if place.group_rank == 0:
-            warnings.warn(f"backend {NAME!r} uses Gloo: {obstacle}", stacklevel=2)
+            _tell_once(f"backend {NAME!r} uses Gloo: {obstacle}")
         return c10d.ProcessGroupGloo(place.store, place.group_rank, place.group_size, timeout=place.timeout)
     return ProcessGroup(place.store, place.group_rank, place.group_size, place.timeout, place.group_id)
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
 
 
 def _obstacle(store: c10d.Store, rank: int, size: int) -> str:
@@ -129,6 +134,10 @@ def _reduction(op: Any) -> str:
 _TorchProcessGroup: Any = dist.ProcessGroup
 
 
+class NoBackendError(UsageError, RuntimeError):
+    """Nobody serves a device. torch expects the latter, where it tries one device after the other."""
+
+
 class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     """The ranks of one host; made by ``init_process_group("paceline")`` and ``new_group``.
 
@@ -184,7 +193,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         if device.type == "cpu":
             return self
         if device.type not in {other.type for other in self._elsewhere._device_types}:
-            raise UsageError(f"backend {NAME!r} has nothing for tensors on {device}; move them to the CPU")
+            raise NoBackendError(f"backend {NAME!r} has nothing for tensors on {device}; move them to the CPU")
         return self._elsewhere._get_backend(device)
 
     supports_splitting = False
@@ -204,8 +213,8 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
         """Make a tensor that ``all_reduce`` reduces where it lies; all ranks must ask for the same together."""
-        nbytes = max(1, count * dtype.itemsize)
-        return torch.frombuffer(memoryview(self._shared.allocate(nbytes)), dtype=dtype, count=count)
+        memory = memoryview(self._shared.allocate(max(1, count) * dtype.itemsize))
+        return torch.frombuffer(memory, dtype=dtype)[:count]
 
     def has_spare_cores(self) -> bool:
         """Whether the host has more cores than the ranks' threads use: then asynchronous calls take none from them."""
@@ -220,7 +229,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
             for tensor in tensors:
                 all_reduce_sparse(self._shared, tensor, op)
             return Work(tensors)
-        staged = [Staged(tensor, reduced=True) for tensor in tensors]
+        staged = [Staged(tensor, reduction=op) for tensor in tensors]
         tickets = [
             self._shared.all_reduce(part.address, part.count, part.dtype, op, async_=opts.asyncOp, keep=part.dense)
             for part in staged
@@ -234,34 +243,36 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     @_by_device
     def reduce(self, tensors: list[Tensor], opts: Any = _REDUCE_OPTIONS) -> Work:
         op, root = _reduction(opts.reduceOp), opts.rootRank
-        staged = [Staged(tensor, reduced=True) for tensor in tensors]
+        staged = [Staged(tensor, reduction=op, read=self._rank != root) for tensor in tensors]
         tickets = [
             self._shared.reduce(part.address, part.count, part.dtype, op, root, async_=opts.asyncOp, keep=part.dense)
             for part in staged
         ]
-        return self._work(tensors, tickets, staged if self._rank == root else [])
+        return self._work(tensors, tickets, staged)
 
     @_by_device
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _REDUCE_SCATTER_OPTIONS
     ) -> Work:
+        op = _reduction(opts.reduceOp)
         tickets: list[Ticket | None] = []
         staged = []
         for output, pieces in zip(outputs, inputs, strict=True):
-            self._check_pieces("reduce_scatter", "input", pieces, output, own=pieces[self._rank])
+            self._check_pieces("reduce_scatter", "input", pieces, output, uneven=True)
             if any(piece.numel() != output.numel() for piece in pieces):
-                started, parts = self._reduce_scatter_unevenly(output, pieces, opts)
+                started, parts = self._reduce_scatter_unevenly(output, pieces, op, opts.asyncOp)
                 tickets += started
                 staged.append(parts[self._rank])
                 continue
-            sources, target = [Staged(piece, reduced=True) for piece in pieces], Staged(output, reduced=True)
+            sources = [Staged(piece, reduction=op, read=True) for piece in pieces]
+            target = Staged(output, reduction=op)
             tickets.append(
                 self._shared.reduce_scatter(
                     [source.address for source in sources],
                     target.address,
                     target.count,
                     target.dtype,
-                    _reduction(opts.reduceOp),
+                    op,
                     async_=opts.asyncOp,
                     keep=(sources, target),
                 )
@@ -270,15 +281,16 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         return self._work(outputs, tickets, staged)
 
     def _reduce_scatter_unevenly(
-        self, output: Tensor, pieces: list[Tensor], opts: Any
+        self, output: Tensor, pieces: list[Tensor], op: str, later: bool
     ) -> tuple[list[Ticket | None], list[Staged]]:
         """One reduction for each piece, to the rank that gets it."""
+        parts = [Staged(piece, reduction=op, read=True) for piece in pieces]
+        target = Staged(output, reduction=op)
         with torch.no_grad():
-            own = output.copy_(pieces[self._rank].reshape(output.shape))
-        parts = [Staged(own if root == self._rank else piece, reduced=True) for root, piece in enumerate(pieces)]
-        op = _reduction(opts.reduceOp)
+            target.dense.view(-1).copy_(parts[self._rank].dense.view(-1))
+        parts[self._rank] = target
         tickets = [
-            self._shared.reduce(part.address, part.count, part.dtype, op, root, async_=opts.asyncOp, keep=part.dense)
+            self._shared.reduce(part.address, part.count, part.dtype, op, root, async_=later, keep=part.dense)
             for root, part in enumerate(parts)
         ]
         return tickets, parts
@@ -293,17 +305,18 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _REDUCE_SCATTER_OPTIONS
     ) -> Work:
+        op = _reduction(opts.reduceOp)
         tickets, staged = [], []
         for output, input in zip(outputs, inputs, strict=True):
             self._check_whole("reduce_scatter", whole=input, piece=output)
-            source, target = Staged(input, reduced=True), Staged(output, reduced=True)
+            source, target = Staged(input, reduction=op, read=True), Staged(output, reduction=op)
             tickets.append(
                 self._shared.reduce_scatter(
                     source.address,
                     target.address,
                     target.count,
                     target.dtype,
-                    _reduction(opts.reduceOp),
+                    op,
                     async_=opts.asyncOp,
                     keep=(source, target),
                 )
@@ -317,7 +330,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     @_by_device
     def broadcast(self, tensors: list[Tensor], opts: Any = _BROADCAST_OPTIONS) -> Work:
-        staged = [Staged(tensor) for tensor in tensors]
+        staged = [Staged(tensor, read=self._rank == opts.rootRank) for tensor in tensors]
         return self._work(tensors, [self._broadcast(part, opts.rootRank, opts) for part in staged], staged)
 
     def _broadcast(self, part: Staged, root: int, opts: Any) -> Ticket | None:
@@ -328,15 +341,14 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         tickets: list[Ticket | None] = []
         staged = []
         for pieces, input in zip(outputs, inputs, strict=True):
-            self._check_pieces("all_gather", "output", pieces, input, own=pieces[self._rank])
-            targets = [Staged(piece) for piece in pieces]
+            self._check_pieces("all_gather", "output", pieces, input, uneven=True)
+            source, targets = Staged(input, read=True), [Staged(piece) for piece in pieces]
             staged += targets
             if any(piece.numel() != input.numel() for piece in pieces):
                 with torch.no_grad():
-                    targets[self._rank].dense.view(-1).copy_(Staged(input).dense.view(-1))
+                    targets[self._rank].dense.view(-1).copy_(source.dense.view(-1))
                 tickets += [self._broadcast(target, root, opts) for root, target in enumerate(targets)]
                 continue
-            source = Staged(input)
             tickets.append(
                 self._shared.all_gather(
                     source.address,
@@ -349,6 +361,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
             )
         return self._work([piece for pieces in outputs for piece in pieces], tickets, staged)
 
+    @_by_device
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _ALLGATHER_OPTIONS
     ) -> Work:
@@ -368,7 +381,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         tickets, staged = [], []
         for output, input in zip(outputs, inputs, strict=True):
             self._check_whole("all_gather", whole=output, piece=input)
-            source, target = Staged(input), Staged(output)
+            source, target = Staged(input, read=True), Staged(output)
             tickets.append(
                 self._shared.all_gather(
                     source.address,
@@ -388,7 +401,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _GATHER_OPTIONS) -> Work:
         tickets, staged = [], []
         for place, input in enumerate(inputs):
-            source = Staged(input)
+            source = Staged(input, read=True)
             targets = []
             if self._rank == opts.rootRank:
                 self._check_pieces("gather", "output", outputs[place], input)
@@ -415,7 +428,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
             sources = []
             if self._rank == opts.rootRank:
                 self._check_pieces("scatter", "input", inputs[place], output)
-                sources = [Staged(piece) for piece in inputs[place]]
+                sources = [Staged(piece, read=True) for piece in inputs[place]]
             tickets.append(
                 self._shared.scatter(
                     [source.address for source in sources],
@@ -435,13 +448,14 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         for what, pieces in ("output", outputs), ("input", inputs):
             if len(pieces) != self._size:
                 raise UsageError(f"all_to_all: wanted one {what} per rank ({self._size}), got {len(pieces)}")
-        sources, targets = [Staged(piece) for piece in inputs], [Staged(piece) for piece in outputs]
+        self._same_dtype("all_to_all", [*inputs, *outputs])
+        sources, targets = [Staged(piece, read=True) for piece in inputs], [Staged(piece) for piece in outputs]
         ticket = self._shared.all_to_all_uneven(
             [source.address for source in sources],
             [source.count for source in sources],
             [target.address for target in targets],
             [target.count for target in targets],
-            self._same_dtype("all_to_all", [*sources, *targets]),
+            sources[0].dtype,
             async_=opts.asyncOp,
             keep=(sources, targets),
         )
@@ -456,16 +470,17 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         input_splits: list[int],
         opts: Any = _ALL_TO_ALL_OPTIONS,
     ) -> Work:
-        source, target = Staged(input), Staged(output)
-        input_counts = row_counts(source, input_splits, self._size, "input")
-        output_counts = row_counts(target, output_splits, self._size, "output")
+        self._same_dtype("all_to_all_single", [input, output])
+        source, target = Staged(input, read=True), Staged(output)
+        input_counts = row_counts(input, source.count, input_splits, self._size, "input")
+        output_counts = row_counts(output, target.count, output_splits, self._size, "output")
         # Also where this rank deals evenly: another one may not.
         ticket = self._shared.all_to_all_uneven(
             _addresses(source, input_counts),
             input_counts,
             _addresses(target, output_counts),
             output_counts,
-            self._same_dtype("all_to_all_single", [source, target]),
+            source.dtype,
             async_=opts.asyncOp,
             keep=(source, target),
         )
@@ -477,7 +492,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     @_by_device
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        part = Staged(tensors[0])
+        part = Staged(tensors[0], read=True)
         ticket = self._shared.send(part.address, part.count, part.dtype, to, tag=tag, async_=True, keep=part.dense)
         return self._work([], [ticket], [])
 
@@ -496,6 +511,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = _BARRIER_OPTIONS) -> Work:
         device = opts.device
         if device is not None and device.type != "cpu":
+            self._get_backend(device)  # refuses devices that nobody serves
             return self._elsewhere.barrier(opts)  # type: ignore[return-value]
         return self._work([], [self._shared.barrier(async_=opts.asyncOp)], [])
 
@@ -525,22 +541,23 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
             )
 
     def _check_pieces(
-        self, what: str, role: str, pieces: Sequence[Tensor], other: Tensor, own: Tensor | None = None
+        self, what: str, role: str, pieces: Sequence[Tensor], other: Tensor, *, uneven: bool = False
     ) -> None:
-        """Refuse a list of the wrong length or type; sizes may differ only where ``own`` says which must fit."""
+        """Refuse a list of the wrong length or type; if ``uneven``, only this rank's piece must have the size."""
         if len(pieces) != self._size:
             raise UsageError(f"{what}: wanted one {role} per rank ({self._size}), got {len(pieces)}")
-        fitting = pieces if own is None else [own]
+        fitting = [pieces[self._rank]] if uneven else pieces
         if any(piece.dtype != other.dtype for piece in pieces) or any(p.numel() != other.numel() for p in fitting):
             raise UsageError(
                 f"{what}: wanted {role}s of {other.numel()} elements of {other.dtype}, "
                 f"got {[(piece.numel(), str(piece.dtype)) for piece in pieces]}"
             )
 
-    def _same_dtype(self, what: str, parts: Sequence[Staged]) -> str:
-        if any(part.dtype != parts[0].dtype for part in parts):
-            raise UsageError(f"{what}: wanted tensors of one type, got {sorted({part.dtype for part in parts})}")
-        return parts[0].dtype
+    def _same_dtype(self, what: str, tensors: Sequence[Tensor]) -> None:
+        if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+            raise UsageError(
+                f"{what}: wanted tensors of one type, got {sorted({str(tensor.dtype) for tensor in tensors})}"
+            )
 
 
 def _addresses(part: Staged, counts: Sequence[int]) -> list[int]:

@@ -11,32 +11,37 @@ from paceline.collectives.core import SIZES
 from paceline.errors import UsageError
 
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in SIZES}
+_OF_PAIRS = ("", "sum", "avg")  # what may be done with complex numbers by doing it with their parts
 
 
 class Staged:
     """A tensor's elements, where the collectives can read and write them.
 
-    That is the tensor's own memory if it is contiguous, else a copy, which ``settle`` brings back.
+    That is the tensor's own memory if it is contiguous, else a copy, which ``settle`` brings back unless the tensor is
+    only ``read``.
     """
 
     __slots__ = ("address", "count", "dense", "dtype", "target")
 
-    def __init__(self, tensor: Tensor, *, reduced: bool = False) -> None:
+    def __init__(self, tensor: Tensor, *, reduction: str = "", read: bool = False) -> None:
         name = _NAMES.get(tensor.dtype)
         if name is not None and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg():
             self.dense = self.target = tensor
         else:
             check_dense(tensor)
-            self.target = tensor
-            self.dense = _as_known(tensor, reduced)
+            if not read:
+                _check_written(tensor)
+            self.dense = _as_known(tensor, reduction)
+            self.target = self.dense if read else tensor
             name = _NAMES[self.dense.dtype]
         self.dtype = name
-        self.address: int = self.dense.data_ptr()
+        self.address: int = self.dense.data_ptr() if tensor.is_cpu else 0
         self.count: int = self.dense.numel()
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * SIZES[self.dtype]
+        if self.address == 0 and self.count:
+            raise UsageError(
+                f"collectives of backend 'paceline' want all tensors of a call in CPU memory, got a "
+                f"{type(tensor).__name__} on {tensor.device} that has none"
+            )
 
     def settle(self) -> None:
         """Copy the elements back to where they belong, if they are elsewhere."""
@@ -60,31 +65,41 @@ def check_dense(tensor: Tensor) -> None:
         )
 
 
-def _as_known(tensor: Tensor, reduced: bool) -> Tensor:
+def _check_written(tensor: Tensor) -> None:
+    """Refuse a result whose elements lie on top of each other."""
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise UsageError(
+            f"a collective cannot write to a tensor whose elements share memory, got shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}; pass tensor.clone(), for example"
+        )
+
+
+def _as_known(tensor: Tensor, reduction: str) -> Tensor:
     """The same numbers, contiguous: complex ones as pairs, those of a rare type as bytes if they are only moved."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if dense.is_complex():
+    if dense.is_complex() and reduction in _OF_PAIRS:
         return torch.view_as_real(dense)
     if dense.dtype in _NAMES:
         return dense
-    if reduced:
+    if reduction:
         raise UsageError(
-            f"backend 'paceline' cannot reduce {tensor.dtype}; convert the tensor to one of {', '.join(SIZES)}"
+            f"backend 'paceline' cannot reduce {tensor.dtype} by {reduction}; convert the tensor to one of "
+            f"{', '.join(SIZES)}"
         )
     return dense.reshape(-1).view(torch.uint8)
 
 
-def row_counts(part: Staged, splits: Sequence[int], size: int, role: str) -> list[int]:
-    """How many elements go to, or come from, each rank, if a tensor is split along its first dimension."""
-    rows = part.target.shape[0] if part.target.dim() else 1
+def row_counts(tensor: Tensor, count: int, splits: Sequence[int], size: int, role: str) -> list[int]:
+    """How many of a tensor's ``count`` elements go to, or come from, each rank: whole rows of its first dimension."""
+    rows = tensor.shape[0] if tensor.dim() else 1
     if not splits and rows % size:
         raise UsageError(
             f"all_to_all_single: {rows} rows of {role} cannot be dealt evenly to {size} ranks; pass splits"
         )
     splits = splits or [rows // size] * size
-    if len(splits) != size or sum(splits) != rows:
+    if len(splits) != size or sum(splits) != rows or min(splits) < 0:
         raise UsageError(
             f"all_to_all_single: wanted {size} {role} split sizes that add up to {rows} rows, got {list(splits)}"
         )
-    width = part.count // rows if rows else 0
+    width = count // rows if rows else 0
     return [count * width for count in splits]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.collectives.core import Ticket
 from paceline.collectives.tensors import Staged
-from paceline.errors import CommError
+from paceline.errors import CommError, UsageError
 
 _FOREVER = timedelta(0)  # as torch.distributed says it; the group's own timeout ends every wait
 
@@ -111,41 +111,88 @@ class _Done(Work):
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         return True
 
+    def get_future(self) -> torch.futures.Future[Any]:
+        raise UsageError("a synchronous collective has no future; ask for one with async_op=True")
+
+    def result(self) -> list[Tensor]:
+        raise UsageError("a synchronous collective keeps no result: its tensors have it; or use async_op=True")
+
 
 DONE = _Done([])
 
+_Pending = tuple[Work, torch.futures.Future[Any]]
+
 
 class Announcer:
-    """Completes futures when their calls are done, on a thread that needs the interpreter only then."""
+    """Completes futures when their calls are done, on threads that need the interpreter only then.
+
+    One thread at a time waits for the oldest call. Before it completes the future, which runs the user's callbacks, it
+    lets another take over, so that a callback may itself wait for a future of this group.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = f"paceline futures of group {name}"
-        self._pending: queue.SimpleQueue[tuple[Work, torch.futures.Future[Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._turn = threading.Condition()
+        self._pending: deque[_Pending] = deque()
+        self._someone_waits = self._closed = False
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
 
     def announce(self, work: Work, done: torch.futures.Future[Any]) -> None:
         """Set ``done`` when ``work`` has ended, well or badly."""
-        if work.is_message():  # it may wait for ever, and must not hold up the others
-            threading.Thread(target=_announce, args=(work, done), name=self._name, daemon=True).start()
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._pending.put((work, done))
+        with self._turn:
+            if work.is_message():  # it may wait for ever, and must not hold up the others
+                self._start(_announce, work, done)
+                return
+            self._pending.append((work, done))
+            self._call_next()
 
     def close(self) -> None:
-        """End the thread; the calls under way must have ended or failed."""
-        if self._thread is not None:
-            self._pending.put(None)
-            self._thread.join()
-            self._thread = None
+        """End the threads; the calls under way must have ended or failed."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _start(self, target: Callable[..., None], *arguments: object) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=target, args=arguments, name=self._name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _call_next(self) -> None:
+        if self._someone_waits or not self._pending:
+            return
+        if self._idle:
+            self._turn.notify()
+        else:
+            self._start(self._run)
 
     def _run(self) -> None:
-        while (item := self._pending.get()) is not None:
-            _announce(*item)
+        while True:
+            with self._turn:
+                self._idle += 1
+                self._turn.wait_for(lambda: self._closed or (self._pending and not self._someone_waits))
+                self._idle -= 1
+                if not self._pending:
+                    return
+                work, done = self._pending.popleft()
+                self._someone_waits = True
+            _end_of(work)
+            with self._turn:
+                self._someone_waits = False
+                self._call_next()
+            done.set_result(None)
 
 
 def _announce(work: Work, done: torch.futures.Future[Any]) -> None:
-    with contextlib.suppress(CommError):  # the future's own callback meets it again, and passes it on
-        work.wait()
+    _end_of(work)
     done.set_result(None)
+
+
+def _end_of(work: Work) -> None:
+    with contextlib.suppress(Exception):  # the future's own callback meets it again, and passes it on
+        work.wait()

@@ -2,6 +2,8 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <new>
 #include <utility>
@@ -36,18 +38,26 @@ struct RegionObject {
 template <class Object>
 Object* as(PyObject* self) { return reinterpret_cast<Object*>(self); }
 
-// While a Python thread waits, signals are handled and Ctrl-C ends the wait.
+bool is_main_thread() {
+  static thread_local const bool is_main = syscall(SYS_gettid) == getpid();
+  return is_main;
+}
+
+bool handle_signals() {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  const bool raised = PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
+  PyGILState_Release(state);
+  return raised;
+}
+
+// While the main thread waits, signals are handled and Ctrl-C ends the wait; Python handles none on other threads.
 struct Waiting {
   Waiting() {
-    interrupted = [] {
-      const PyGILState_STATE state = PyGILState_Ensure();
-      const bool raised = PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
-      PyGILState_Release(state);
-      return raised;
-    };
+    if (is_main_thread()) interrupted = handle_signals;
     thread = PyEval_SaveThread();
   }
-  ~Waiting() {
+  // Python ends daemon threads here when the interpreter ends, by unwinding their stack.
+  ~Waiting() noexcept(false) {
     PyEval_RestoreThread(thread);
     interrupted = nullptr;
   }

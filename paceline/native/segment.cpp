@@ -204,7 +204,9 @@ void Segment::fail(const std::string& text) {
   if (header_->broken.compare_exchange_strong(sound, 1)) {
     strncpy(header_->reason, text.c_str(), sizeof(header_->reason) - 1);
     header_->broken.store(2, std::memory_order_release);
+    throw Failure(text);
   }
+  check_broken();  // the first to notice speaks for all
   throw Failure(text);
 }
 

@@ -1,0 +1,37 @@
+"""Sums of sparse tensors on the backend "paceline" are the sums of the dense ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("paceline.native._core", reason="the compiled module was not built")
+
+from backend_ranks import options, run_groups
+
+
+@hypothesis.given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.booleans(), st.randoms())
+@hypothesis.settings(max_examples=15)
+def test_sparse_sums(ranks: int, rows: int, entries: int, later: bool, random: Any) -> None:
+    places = [[random.randrange(rows) for _ in range(entries * (rank % 2 + 1))] for rank in range(ranks)]
+
+    def own(rank: int) -> torch.Tensor:
+        values = torch.arange(2.0 * len(places[rank])).reshape(-1, 2) + rank  # repeated places add up
+        return torch.sparse_coo_tensor(torch.tensor([places[rank]], dtype=torch.int64), values, (rows, 2))
+
+    def work(group: Any) -> torch.Tensor:
+        tensor = own(group.rank()).coalesce()
+        group.allreduce([tensor], options("Allreduce", later=later)).wait()
+        average = own(group.rank()).coalesce()
+        group.allreduce([average], options("Allreduce", op=dist.ReduceOp.AVG)).wait()
+        torch.testing.assert_close(average.to_dense() * group.size(), tensor.to_dense())
+        return tensor.to_dense()
+
+    wanted = sum((own(rank).to_dense() for rank in range(ranks)), torch.zeros(rows, 2))
+    for found in run_groups(work, ranks):
+        assert torch.equal(found, wanted)
