@@ -92,3 +92,9 @@ def world(request: pytest.FixtureRequest) -> World:
     if request.param != "gloo" and not native.available():
         pytest.skip(native.reason())
     return World(request.param)
+
+
+@pytest.fixture
+def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets are reduced while backward runs, also where the machine has no core to spare for it."""
+    monkeypatch.setattr("paceline.peers.group.Peers.overlaps", lambda _: True)

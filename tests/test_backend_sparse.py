@@ -22,7 +22,8 @@ def test_sparse_sums(ranks: int, rows: int, entries: int, later: bool, random: A
 
     def own(rank: int) -> torch.Tensor:
         values = torch.arange(2.0 * len(places[rank])).reshape(-1, 2) + rank  # repeated places add up
-        return torch.sparse_coo_tensor(torch.tensor([places[rank]], dtype=torch.int64), values, (rows, 2))
+        indices = torch.tensor([places[rank]], dtype=torch.int64)
+        return torch.sparse_coo_tensor(indices, values, (rows, 2), check_invariants=True)
 
     def work(group: Any) -> torch.Tensor:
         tensor = own(group.rank()).coalesce()

@@ -203,6 +203,7 @@ def test_a_second_backward_on_the_same_pass_is_refused(world: World) -> None:
     world(2, work)
 
 
+@pytest.mark.usefixtures("overlapping")
 def test_half_an_exchange_is_not_followed_by_another(world: World) -> None:
     """Worker 1 fails in the midst of backward, catches it and goes on: worker 0 still waits for the other half."""
 

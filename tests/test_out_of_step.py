@@ -163,6 +163,7 @@ def test_a_failing_forward_passes_through_unchanged(world: World) -> None:
     assert world(2, work, timeout=TIMEOUT) == ["told", "mistake"]
 
 
+@pytest.mark.usefixtures("overlapping")
 def test_after_half_an_exchange_the_next_step_is_refused_again_and_again(world: World) -> None:
     def work(group: Any) -> list[str]:
         model = two_layers()
