@@ -29,6 +29,8 @@ KB, MB = 1 << 10, 1 << 20
 SIZES = (4 * KB, 64 * KB, MB, 25 * MB, 100 * MB)
 _SWEPT = 64 * MB  # writing this much leaves nothing else in the cache
 
+Way = tuple[Tensor, Callable[[], object]]  # the buffer to prepare, and the call to time
+
 
 def measure(sizes: Sequence[int], seconds: float) -> list[Row]:
     """Measure every size, spending about so many seconds on each way; called on all ranks of the default group."""
@@ -46,19 +48,13 @@ def _row(size: int, buffers: str, gloo: dist.ProcessGroup, sweep: Tensor | None,
     ours = dist.group.WORLD.allocate(count, torch.float32)  # type: ignore[union-attr]
     other, copied = torch.zeros(count), torch.zeros(count)
 
-    def prepare() -> None:
-        ours.fill_(1.0)
-        other.fill_(1.0)
-        if sweep is not None:
-            sweep.add_(1.0)
-
-    ways: dict[str, Callable[[], object]] = {
-        "ours": lambda: dist.all_reduce(ours),
-        "any": lambda: dist.all_reduce(other),
-        "gloo": lambda: dist.all_reduce(other, group=gloo),
-        "copy": lambda: copied.copy_(other),
+    ways: dict[str, Way] = {
+        "ours": (ours, lambda: dist.all_reduce(ours)),
+        "any": (other, lambda: dist.all_reduce(other)),
+        "gloo": (other, lambda: dist.all_reduce(other, group=gloo)),
+        "copy": (other, lambda: copied.copy_(other)),
     }
-    times = _take_turns(ways, prepare, seconds)
+    times = _take_turns(ways, sweep, seconds)
     median = {way: statistics.median(taken) for way, taken in times.items()}
     # A copy reads and writes N bytes on every rank; the all-reduce must do as much on every rank.
     return {
@@ -72,29 +68,30 @@ def _row(size: int, buffers: str, gloo: dist.ProcessGroup, sweep: Tensor | None,
     }
 
 
-def _take_turns(
-    ways: dict[str, Callable[[], object]], prepare: Callable[[], None], seconds: float
-) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    rounds = _agreed_rounds(ways, prepare, seconds)
+def _take_turns(ways: dict[str, Way], sweep: Tensor | None, seconds: float) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    rounds = _agreed_rounds(ways, sweep, seconds)
     for number in range(rounds + 3):
-        for way, call in ways.items():
-            taken = _timed(call, prepare)
+        for name, way in ways.items():
+            taken = _timed(way, sweep)
             if number >= 3:
-                times[way].append(taken)
+                times[name].append(taken)
     return times
 
 
-def _agreed_rounds(ways: dict[str, Callable[[], object]], prepare: Callable[[], None], seconds: float) -> int:
+def _agreed_rounds(ways: dict[str, Way], sweep: Tensor | None, seconds: float) -> int:
     """As many as the slowest rank thinks will take that long, after a first look."""
-    look = statistics.median(sum(_timed(call, prepare) for call in ways.values()) for _ in range(3))
+    look = statistics.median(sum(_timed(way, sweep) for way in ways.values()) for _ in range(3))
     rounds = torch.tensor([min(1000, max(7, round(seconds * len(ways) / look)))])
     dist.all_reduce(rounds, dist.ReduceOp.MIN)
     return int(rounds)
 
 
-def _timed(call: Callable[[], object], prepare: Callable[[], None]) -> float:
-    prepare()
+def _timed(way: Way, sweep: Tensor | None) -> float:
+    buffer, call = way
+    buffer.fill_(1.0)
+    if sweep is not None:
+        sweep.add_(1.0)
     dist.barrier()
     start = time.perf_counter()
     call()
