@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from paceline.studies.communication import CommunicationStudy
 from paceline.studies.optimizers import OptimizersStudy
 from paceline.studies.study import Study, StudyContext, StudyResult
 
-__all__ = ["STUDIES", "OptimizersStudy", "Study", "StudyContext", "StudyResult"]
+__all__ = ["STUDIES", "CommunicationStudy", "OptimizersStudy", "Study", "StudyContext", "StudyResult"]
 
-STUDIES: dict[str, type[Study]] = {OptimizersStudy.name: OptimizersStudy}
+STUDIES: dict[str, type[Study]] = {
+    OptimizersStudy.name: OptimizersStudy,
+    CommunicationStudy.name: CommunicationStudy,
+}
