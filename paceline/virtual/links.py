@@ -1,7 +1,7 @@
 """What moving bytes costs: a link of some latency and bandwidth, and what servers, rings and trees make of it.
 
 >>> link = parse_link("10us 1Gbit/s")
->>> link.seconds(25e6)
+>>> round(link.seconds(25e6), 6)
 0.20001
 >>> ring_seconds(link, 25e6, workers=4) < server_seconds(link, 25e6, workers=4)
 True

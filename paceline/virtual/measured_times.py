@@ -36,6 +36,8 @@ def _numbers(file: Path) -> Iterator[float]:
 
 def _times_of_run(file: Path) -> Iterator[float]:
     for event in read_metrics(file):
-        seconds = event.get("seconds") if isinstance(event, dict) and event.get("event") == "step" else None
-        if seconds:
-            yield float(seconds["forward"]) + float(seconds["backward"])
+        if isinstance(event, dict) and event.get("event") == "step" and "seconds" in event:
+            try:
+                yield event["seconds"]["forward"] + event["seconds"]["backward"]
+            except (TypeError, KeyError):
+                raise ValueError(f"step {event.get('step')} does not tell its forward and backward time") from None
