@@ -97,3 +97,18 @@ def test_scaling() -> None:
         assert row["shared_cores"] is (row["workers"] > found["cores"])
         if row["workers"] == 1:
             assert row["speed"] == row["efficiency"] == 1
+
+
+def test_oracle() -> None:
+    found = run("oracle.py", "--delays", "exp(1)")
+    assert {row["policy"] for row in found["rows"]} == {"k-sync", "k-batch-sync", "k-async", "k-batch-async"}
+    for row in found["rows"]:
+        assert positive(row, "expected", "found") and row["off"] < 40 and row["allowed"] in (1, 2)
+
+
+def test_virtual_speed() -> None:
+    found = run("virtual_speed.py")
+    assert [row["policy"] for row in found["rows"]] == ["k-sync(k=500)", "k-async(k=10)"]
+    for row in found["rows"]:
+        assert positive(row, "seconds", "allowed", "megabytes")
+        assert row["pushes"] == row["commits"] * int(row["policy"].strip(")").split("=")[1])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
-from hand import Hand
+from hand import Hand, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.policies import POLICIES, ServerPolicy, parse_policy
-from paceline.policies.messages import Commit, Push
+from paceline.policies.messages import Push
 
 LAWFUL = [
     "sync",
@@ -65,9 +66,8 @@ class Chaos:
             after()
 
     def _remember(self, worker: int) -> None:
-        its = self.hand.workers[worker]
-        if its.computing and its.version is not None:
-            self.old.append(Push(worker, its.incarnation, its.step, its.version))
+        if self.hand.workers[worker].computing:
+            self.old.append(self.hand.result_of(worker))
 
     def _push(self, number: int) -> None:
         busy = self.hand.busy
@@ -185,7 +185,7 @@ def test_sync_policies_are_never_stale_and_others_count_commits(text: str, deeds
 @every_policy
 @settings(max_examples=30)
 @given(deeds=deeds, order=st.randoms(use_true_random=False))
-def test_nobody_waits_for_ever(text: str, deeds: list[Deed], order: object) -> None:
+def test_nobody_waits_for_ever(text: str, deeds: list[Deed], order: random.Random) -> None:
     chaos = Chaos(policy_of(text))
     hand = chaos.hand
     chaos.play(deeds)
@@ -194,12 +194,12 @@ def test_nobody_waits_for_ever(text: str, deeds: list[Deed], order: object) -> N
             hand.ask(worker)
     for worker in [worker for worker in hand.present if worker >= WORKERS and not hand.workers[worker].computing]:
         hand.ask(worker)
-    begun = {worker: hand.workers[worker].step for worker in hand.present}
+    begun = {worker: len(hand.begun[worker]) for worker in hand.present}
     for _ in range(12):  # from here all do their work, in any order
-        for worker in order.sample(hand.present, len(hand.present)):  # type: ignore[attr-defined]
+        for worker in order.sample(hand.present, len(hand.present)):
             if hand.workers[worker].computing:
                 hand.push(worker, loss=1.0)
-    assert all(hand.workers[worker].step > step for worker, step in begun.items())
+    assert all(len(hand.begun[worker]) > steps for worker, steps in begun.items())
 
 
 @every_policy
@@ -224,4 +224,31 @@ def test_a_state_is_not_shared(text: str) -> None:
     before = second.state.as_dict()
     first.push(0)
     assert second.state.as_dict() == before != first.state.as_dict()
-    assert all(not isinstance(action, Commit) for action in second.leave(99))
+
+
+@every_policy
+@settings(max_examples=30)
+@given(deeds=deeds, order=st.randoms(use_true_random=False), share=st.floats(0, 1))
+def test_pushes_told_of_together_are_as_told_of_one_by_one(
+    text: str, deeds: list[Deed], order: random.Random, share: float
+) -> None:
+    one, other = Chaos(policy_of(text)), Chaos(policy_of(text))
+    one.play(deeds)
+    other.play(deeds)
+    workers = order.sample(one.hand.busy, round(share * len(one.hand.busy)))
+    room = one.hand.policy.room(one.hand.state)
+    if not 0 < len(workers) <= room:  # others are cancelled, or given new steps, by the first answer
+        workers = workers[: max(1, room)]
+    singly = [said for worker in workers for said in one.hand.push(worker)]
+    assert other.hand.push_together(workers) == singly
+    assert len(workers) > room or not singly
+    assert one.hand.state == other.hand.state
+
+
+def test_pushes_that_come_together_and_late_are_dropped() -> None:
+    hand = Hand(policy_of("k-async(k=4)"), WORKERS)
+    first, second = hand.result_of(0), hand.result_of(1)
+    pushes = [first, first, second._replace(step=second.step + 100), second]
+    actions = hand.policy.pushed_together(hand.state, pushes, 0.0)
+    assert [told(action) for action in actions] == ["drop 0", "drop 1"]
+    assert hand.state.pending == [first, second]

@@ -21,16 +21,7 @@ from paceline.policies import (
     parse_policy,
 )
 from paceline.policies.ada_sync import AdaState
-from paceline.policies.messages import Cancel, Commit, Continue, Drop, Push, Send, mean_of
-
-
-def commit_of(*pushes: Push) -> Commit:
-    return Commit(pushes, (1 / len(pushes),) * len(pushes))
-
-
-def gradient(worker: int, step: int = 0, version: int = 0, incarnation: int = 0) -> Push:
-    return Push(worker, incarnation, step, version)
-
+from paceline.policies.messages import Push, mean_of
 
 # The rows of the table ------------------------------------------------------------------------------------
 
@@ -38,52 +29,52 @@ def gradient(worker: int, step: int = 0, version: int = 0, incarnation: int = 0)
 def test_sync_waits_for_all() -> None:
     hand = Hand(Sync(), 3)
     assert hand.push(1) == hand.push(0) == []
-    assert hand.push(2) == [commit_of(gradient(1), gradient(0), gradient(2)), Send((1, 0, 2))]
+    assert hand.push(2) == ["commit 1 0 2", "send 1 0 2"]
     assert [its.version for its in hand.workers.values()] == [1, 1, 1]
 
 
 def test_k_sync_takes_the_first_k_and_cancels_the_rest() -> None:
     hand = Hand(KSync(k=2), 4)
     assert hand.push(2) == []
-    assert hand.push(0) == [commit_of(gradient(2), gradient(0)), Cancel((1, 3), (0, 0)), Send((2, 0, 1, 3))]
+    assert hand.push(0) == ["commit 2 0", "cancel 1 3", "send 2 0 1 3"]
     assert hand.busy == [0, 1, 2, 3]
     assert {its.version for its in hand.workers.values()} == {1}
 
 
 def test_k_batch_sync_goes_on_with_the_same_parameters_until_k_batches_are_there() -> None:
     hand = Hand(KBatchSync(k=3), 2)
-    assert hand.push(0) == [Continue(0)]
-    assert hand.push(0) == [Continue(0)]
+    assert hand.push(0) == ["continue 0"]
+    assert hand.push(0) == ["continue 0"]
     assert hand.workers[0].version == 0
     assert hand.push(0) == [
-        commit_of(gradient(0, 0), gradient(0, 1), gradient(0, 2)),
-        Cancel((1,), (0,)),
-        Send((0, 1)),
+        "commit 0 0 0",
+        "cancel 1",
+        "send 0 1",
     ]
 
 
 def test_async_commits_every_push() -> None:
     hand = Hand(Async(), 3)
-    assert hand.push(1) == [commit_of(gradient(1)), Send((1,))]
-    assert hand.push(1) == [commit_of(gradient(1, 1, 1)), Send((1,))]
-    assert hand.push(0) == [commit_of(gradient(0)), Send((0,))]
+    assert hand.push(1) == ["commit 1", "send 1"]
+    assert hand.push(1) == ["commit 1", "send 1"]
+    assert hand.push(0) == ["commit 0", "send 0"]
     assert [its.version for its in hand.workers.values()] == [3, 2, 0]
 
 
 def test_k_async_lets_the_late_ones_run() -> None:
     hand = Hand(KAsync(k=2), 3)
     assert hand.push(2) == []
-    assert hand.push(0) == [commit_of(gradient(2), gradient(0)), Send((2, 0))]
+    assert hand.push(0) == ["commit 2 0", "send 2 0"]
     assert hand.workers[1].version == 0 and hand.workers[1].computing
     assert hand.push(1) == []  # stale by one, and kept
-    assert hand.push(0) == [commit_of(gradient(1), gradient(0, 1, 1)), Send((1, 0))]
+    assert hand.push(0) == ["commit 1 0", "send 1 0"]
 
 
 def test_k_batch_async_sends_the_parameters_as_they_are() -> None:
     hand = Hand(KBatchAsync(k=2), 3)
-    assert hand.push(0) == [Send((0,))]
+    assert hand.push(0) == ["send 0"]
     assert hand.workers[0].version == 0
-    assert hand.push(0) == [commit_of(gradient(0), gradient(0, 1)), Send((0,))]
+    assert hand.push(0) == ["commit 0 0", "send 0"]
 
 
 @pytest.mark.parametrize("policy", [KBatchAsync(k=2), KAsync(k=2), KSync(k=2), KBatchSync(k=2)], ids=str)
@@ -91,34 +82,34 @@ def test_the_kth_pusher_reads_what_its_push_has_made(policy: ServerPolicy) -> No
     hand = Hand(policy, 3)
     hand.push(0)
     actions = hand.push(1)
-    assert isinstance(actions[0], Commit)
-    assert isinstance(actions[-1], Send) and 1 in actions[-1].workers
+    assert actions[0] == "commit 0 1"
+    assert actions[-1].startswith("send") and "1" in actions[-1].split()
     assert hand.workers[1].version == 1
 
 
 def test_ssp_holds_back_who_is_too_far_ahead() -> None:
     hand = Hand(SSP(bound=1), 2)
-    assert hand.push(0) == [commit_of(gradient(0)), Send((0,))]
-    assert hand.push(0) == [commit_of(gradient(0, 1, 1))]  # two ahead of worker 1
-    assert hand.push(1) == [commit_of(gradient(1)), Send((0, 1))]
+    assert hand.push(0) == ["commit 0", "send 0"]
+    assert hand.push(0) == ["commit 0"]  # two ahead of worker 1
+    assert hand.push(1) == ["commit 1", "send 0 1"]
     assert [its.version for its in hand.workers.values()] == [3, 3]
 
 
 def test_ssp_without_slack_is_lock_step() -> None:
     hand = Hand(SSP(bound=0), 3)
-    assert hand.push(2) == [commit_of(gradient(2))]
-    assert hand.push(0) == [commit_of(gradient(0))]
-    assert hand.push(1) == [commit_of(gradient(1)), Send((2, 0, 1))]
+    assert hand.push(2) == ["commit 2"]
+    assert hand.push(0) == ["commit 0"]
+    assert hand.push(1) == ["commit 1", "send 2 0 1"]
 
 
 def test_weights_are_shares_of_the_examples() -> None:
     hand = Hand(Sync(), 3)
     hand.push(0, examples=30)
     hand.push(1, examples=10)
-    commit = hand.push(2, examples=0)[0]
-    assert isinstance(commit, Commit)
-    assert commit.weights == (0.75, 0.25, 0.0)
-    assert mean_of([gradient(0)._replace(examples=0)]).weights == (0.0,)
+    hand.push(2, examples=0)
+    assert hand.commits[0].weights == (0.75, 0.25, 0.0)
+    assert mean_of([Push(0, 0, 0, 0, examples=9)] * 4).weights == (0.25,) * 4
+    assert mean_of([Push(0, 0, 0, 0, examples=0)] * 2).weights == (0.0, 0.0)
 
 
 # Coming and going -----------------------------------------------------------------------------------------
@@ -127,10 +118,10 @@ def test_weights_are_shares_of_the_examples() -> None:
 def test_nobody_is_sent_anything_before_asking() -> None:
     hand = Hand(KSync(k=1), 2, together=False)
     assert hand.join(0) == []
-    assert hand.ask(0) == [Send((0,))]
+    assert hand.ask(0) == ["send 0"]
     hand.join(1)
-    assert hand.push(0) == [commit_of(gradient(0)), Send((0,))]
-    assert hand.ask(1) == [Send((1,))]
+    assert hand.push(0) == ["commit 0", "send 0"]
+    assert hand.ask(1) == ["send 1"]
     assert hand.workers[1].version == 1
 
 
@@ -147,7 +138,7 @@ def test_sync_waits_for_workers_that_have_not_come_yet() -> None:
     assert hand.push(0) == []
     hand.join(1)
     hand.ask(1)
-    assert hand.push(1) == [commit_of(gradient(0), gradient(1)), Send((0, 1))]
+    assert hand.push(1) == ["commit 0 1", "send 0 1"]
 
 
 def test_one_that_never_comes_can_leave() -> None:
@@ -155,23 +146,23 @@ def test_one_that_never_comes_can_leave() -> None:
     hand.join(0)
     hand.ask(0)
     hand.push(0)
-    assert hand.leave(1) == [commit_of(gradient(0)), Send((0,))]
+    assert hand.leave(1) == ["commit 0", "send 0"]
 
 
 def test_a_newcomer_takes_part_in_the_round_under_way() -> None:
     hand = Hand(Sync(), 2)
     hand.push(0)
     hand.join(2)
-    assert hand.ask(2) == [Send((2,))]
+    assert hand.ask(2) == ["send 2"]
     assert hand.push(1) == []
-    assert hand.push(2) == [commit_of(gradient(0), gradient(1), gradient(2)), Send((0, 1, 2))]
+    assert hand.push(2) == ["commit 0 1 2", "send 0 1 2"]
 
 
 def test_a_death_can_complete_a_round() -> None:
     hand = Hand(Sync(), 3)
     hand.push(0)
     hand.push(1)
-    assert hand.leave(2) == [commit_of(gradient(0), gradient(1)), Send((0, 1))]
+    assert hand.leave(2) == ["commit 0 1", "send 0 1"]
 
 
 def test_the_push_of_one_that_died_still_counts() -> None:
@@ -179,7 +170,7 @@ def test_the_push_of_one_that_died_still_counts() -> None:
     hand.push(0)
     assert hand.leave(0) == []
     assert hand.push(1) == []  # worker 2 is still waited for
-    assert hand.push(2) == [commit_of(gradient(0), gradient(1), gradient(2)), Send((1, 2))]
+    assert hand.push(2) == ["commit 0 1 2", "send 1 2"]
 
 
 def test_one_that_comes_back_in_the_same_round_waits_for_its_commit() -> None:
@@ -188,7 +179,7 @@ def test_one_that_comes_back_in_the_same_round_waits_for_its_commit() -> None:
     hand.leave(0)
     hand.join(0, incarnation=1)
     assert hand.ask(0) == []
-    assert hand.push(1) == [commit_of(gradient(0), gradient(1)), Send((0, 1))]
+    assert hand.push(1) == ["commit 0 1", "send 0 1"]
     assert hand.workers[0].version == 1
 
 
@@ -196,26 +187,26 @@ def test_one_that_comes_back_and_has_not_asked_is_sent_nothing() -> None:
     hand = Hand(Sync(), 2)
     hand.push(0)
     hand.join(0, incarnation=1)  # its death was not even noticed
-    assert hand.push(1) == [commit_of(gradient(0), gradient(1)), Send((1,))]
-    assert hand.ask(0) == [Send((0,))]
+    assert hand.push(1) == ["commit 0 1", "send 1"]
+    assert hand.ask(0) == ["send 0"]
 
 
 def test_when_all_have_left_their_pushes_are_committed() -> None:
     hand = Hand(KSync(k=2), 3)
     hand.push(0)
     assert hand.leave(0) == hand.leave(1) == []
-    assert hand.leave(2) == [commit_of(gradient(0))]
+    assert hand.leave(2) == ["commit 0"]
     hand.join(0, incarnation=1)
-    assert hand.ask(0) == [Send((0,))]
+    assert hand.ask(0) == ["send 0"]
 
 
 def test_mini_batches_wait_for_a_worker_to_come() -> None:
     hand = Hand(KBatchAsync(k=2), 1)
-    assert hand.push(0) == [Send((0,))]
+    assert hand.push(0) == ["send 0"]
     assert hand.leave(0) == []
     hand.join(5)
-    assert hand.ask(5) == [Send((5,))]
-    assert hand.push(5) == [commit_of(gradient(0), gradient(5)), Send((5,))]
+    assert hand.ask(5) == ["send 5"]
+    assert hand.push(5) == ["commit 0 5", "send 5"]
 
 
 def test_k_is_clamped_after_deaths() -> None:
@@ -223,7 +214,7 @@ def test_k_is_clamped_after_deaths() -> None:
     hand.leave(3)
     hand.leave(2)
     assert hand.push(0) == []
-    assert hand.push(1) == [commit_of(gradient(0), gradient(1)), Send((0, 1))]
+    assert hand.push(1) == ["commit 0 1", "send 0 1"]
     hand.join(2, incarnation=1)
     hand.ask(2)
     hand.push(0)
@@ -235,7 +226,7 @@ def test_ssp_forgets_the_slowest_when_it_leaves() -> None:
     hand = Hand(SSP(bound=0), 3)
     hand.push(0)
     hand.push(1)
-    assert hand.leave(2) == [Send((0, 1))]
+    assert hand.leave(2) == ["send 0 1"]
 
 
 def test_ssp_lets_a_newcomer_begin_at_the_slowest() -> None:
@@ -244,9 +235,9 @@ def test_ssp_lets_a_newcomer_begin_at_the_slowest() -> None:
         hand.push(0)
         hand.push(1)
     hand.join(2)
-    assert hand.ask(2) == [Send((2,))]
-    assert hand.push(0) == [commit_of(gradient(0, 5, 9)), Send((0,))]
-    assert [type(action) for action in hand.push(2)] == [Commit, Send]
+    assert hand.ask(2) == ["send 2"]
+    assert hand.push(0) == ["commit 0", "send 0"]
+    assert hand.push(2) == ["commit 2", "send 2"]
 
 
 @pytest.mark.parametrize("policy", [Sync(), Async(), SSP(bound=1)], ids=str)
@@ -270,38 +261,41 @@ def test_leaving_twice_or_without_having_joined_is_nothing() -> None:
 
 def test_a_late_cancel_does_not_kill_the_next_step() -> None:
     hand = Hand(KSync(k=1), 2)
-    late = gradient(1)  # worker 1 has pushed it when the cancel reaches it
-    assert Cancel((1,), (0,)) in hand.push(0)
-    assert hand.deliver(late) == [Drop(late)]
-    assert hand.workers[1].computing and hand.workers[1].step == 1
-    assert hand.push(1)[0] == commit_of(gradient(1, 1, 1))
+    late = hand.result_of(1)  # worker 1 has pushed it when the cancel reaches it
+    hand.push(0)
+    assert hand.cancelled == [(1, late.step)]
+    assert hand.deliver(late) == ["drop 1"]
+    assert hand.workers[1].computing and hand.workers[1].step not in (None, late.step)
+    assert hand.push(1)[0] == "commit 1"
 
 
 @pytest.mark.parametrize("policy", [Async(), Sync(), KBatchSync(k=2), SSP(bound=2)], ids=str)
 def test_the_push_of_an_earlier_incarnation_is_dropped(policy: ServerPolicy) -> None:
     hand = Hand(policy, 2)
+    old = hand.result_of(0)
     hand.leave(0)
-    old = gradient(0)
-    assert hand.deliver(old) == [Drop(old)]
+    assert hand.deliver(old) == ["drop 0"]
     hand.join(0, incarnation=1)
-    assert hand.deliver(old) == [Drop(old)]
+    assert hand.deliver(old) == ["drop 0"]
     hand.ask(0)
-    assert hand.deliver(old) == [Drop(old)]  # though its step has the number of the one under way
+    assert hand.deliver(old) == ["drop 0"]
     assert hand.committed == {}
 
 
 @pytest.mark.parametrize("policy", [Async(), Sync(), KAsync(k=2), KBatchAsync(k=9), SSP(bound=2)], ids=str)
 def test_a_push_that_comes_twice_is_dropped_once(policy: ServerPolicy) -> None:
     hand = Hand(policy, 2)
+    push = hand.result_of(0)
     hand.push(0)
-    assert hand.deliver(gradient(0)) == [Drop(gradient(0))]
+    assert hand.deliver(push) == ["drop 0"]
 
 
 def test_one_that_asks_again_has_given_up_its_step() -> None:
     hand = Hand(Async(), 1)
-    assert hand.ask(0) == [Send((0,))]
-    assert hand.deliver(gradient(0)) == [Drop(gradient(0))]
-    assert hand.push(0)[0] == commit_of(gradient(0, 1))
+    given_up = hand.result_of(0)
+    assert hand.ask(0) == ["send 0"]
+    assert hand.deliver(given_up) == ["drop 0"]
+    assert hand.push(0)[0] == "commit 0"
 
 
 # k and the number of workers ------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ work that is late (Dutta et al., AISTATS 2018).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
 from paceline.policies.messages import NOTHING, Action, Actions, Cancel, Continue, Drop, Push, mean_of
-from paceline.policies.server import ServerPolicy, send
+from paceline.policies.server import ServerPolicy
 from paceline.policies.state import ServerState
 
 
@@ -38,7 +39,7 @@ class Gather(ServerPolicy):
         return self._commit_if_enough(state, at)  # a death can complete a round
 
     def asked(self, state: ServerState, worker: int, at: float) -> Actions:
-        return (send(state, (worker,)),) if state.ask(worker) else NOTHING
+        return (state.send((worker,)),) if state.ask(worker) else NOTHING
 
     def pushed(self, state: ServerState, push: Push, at: float) -> Actions:
         if not state.end_step(push):
@@ -49,12 +50,25 @@ class Gather(ServerPolicy):
             return self._commit(state, at)
         return self._go_on(state, push.worker) if self.counts_batches else NOTHING
 
+    def room(self, state: ServerState) -> int:
+        return 0 if self.counts_batches else self.enough(state) - len(state.pending) - 1
+
+    def pushed_together(self, state: ServerState, pushes: Sequence[Push], at: float) -> Actions:
+        workers = dict.fromkeys([push.worker for push in pushes])
+        on_it = [*map(state.under_way.get, workers)] == [push.step for push in pushes]
+        if not on_it or len(pushes) > self.room(state):
+            return super().pushed_together(state, pushes, at)
+        for worker in workers:
+            del state.under_way[worker]
+        state.pending += pushes
+        state.waiting |= workers
+        return NOTHING
+
     def _go_on(self, state: ServerState, worker: int) -> Actions:
         del state.waiting[worker]
         if not self.cancels:
-            return (send(state, (worker,)),)
-        state.begin_steps((worker,))
-        return (Continue(worker),)
+            return (state.send((worker,)),)
+        return (Continue(worker, state.begin_step((worker,))),)
 
     def _commit_if_enough(self, state: ServerState, at: float) -> Actions:
         return self._commit(state, at) if 0 < self.enough(state) <= len(state.pending) else NOTHING
@@ -66,15 +80,13 @@ class Gather(ServerPolicy):
         state.version += 1
         self.committed(state, commit.pushes, at)
         actions: list[Action] = [commit]
-        if self.cancels:
-            late = [(worker, member.step) for worker, member in state.members.items() if member.busy]
-            if late:
-                workers, steps = zip(*late, strict=True)
-                actions.append(Cancel(workers, steps))
-                state.waiting.update(dict.fromkeys(workers))
+        if self.cancels and state.under_way:
+            late = state.under_way
+            actions.append(Cancel(tuple(late), tuple(late.values())))
+            state.waiting.update(dict.fromkeys(late))
         if state.waiting:
-            actions.append(send(state, tuple(state.waiting)))  # after the commit: all read what it has made
-            state.waiting.clear()
+            actions.append(state.send(tuple(state.waiting)))  # after the commit: all read what it has made
+            state.waiting = {}
         return actions
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.errors import UsageError
 from paceline.policies.base import Policy
-from paceline.policies.messages import Actions, Push, Send
-from paceline.policies.state import ServerState
+from paceline.policies.messages import Actions, Push
+from paceline.policies.state import NOT_YET, ServerState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class ServerPolicy(Policy, ABC):
         if workers < 1:
             raise UsageError(f"a run needs at least 1 worker, got {workers}")
         state = self.new_state()
-        state.expect(workers)
+        state.members = dict.fromkeys(range(workers), NOT_YET)  # commits wait for them
         return state
 
     def new_state(self) -> ServerState:
@@ -56,8 +57,10 @@ class ServerPolicy(Policy, ABC):
     def pushed(self, state: ServerState, push: Push, at: float) -> Actions:
         """A worker's result has come."""
 
+    def room(self, state: ServerState) -> int:
+        """How many pushes to come will all be answered with nothing, unless one has to be dropped."""
+        return 0
 
-def send(state: ServerState, workers: tuple[int, ...]) -> Send:
-    """Send the parameters to the workers, who begin their next steps."""
-    state.begin_steps(workers)
-    return Send(workers)
+    def pushed_together(self, state: ServerState, pushes: Sequence[Push], at: float) -> Actions:
+        """Several results have come, in this order; if there is room for them all, quicker than one by one."""
+        return [action for push in pushes for action in self.pushed(state, push, at)]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from paceline.errors import UsageError
 from paceline.policies.messages import NOTHING, Actions, Drop, Push, mean_of
-from paceline.policies.server import ServerPolicy, send
+from paceline.policies.server import ServerPolicy
 from paceline.policies.state import ServerState
+
+
+@dataclass
+class SSPState(ServerState):
+    """How far each worker is, in pushes."""
+
+    clocks: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,34 +39,53 @@ class SSP(ServerPolicy):
                 f"policy {self.name!r}: bound must be at least 0, got {self.bound}; for example ssp(bound=3)"
             )
 
+    def new_state(self) -> SSPState:
+        return SSPState()
+
+    def begin(self, workers: int) -> ServerState:
+        state = _own(super().begin(workers))
+        state.clocks = dict.fromkeys(range(workers), 0)
+        return state
+
     def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
-        others = [member.clock for other, member in state.members.items() if other != worker]
-        state.join(worker, incarnation).clock = min(others, default=0)  # it neither holds others back nor is held
+        state, mine = _own(state), worker
+        state.join(worker, incarnation)
+        others = (clock for worker, clock in state.clocks.items() if worker != mine)
+        state.clocks[worker] = min(others, default=0)  # it neither holds others back nor is held back
         return self._release(state)
 
     def left(self, state: ServerState, worker: int, at: float) -> Actions:
+        state = _own(state)
         state.leave(worker)
+        state.clocks.pop(worker, None)
         return self._release(state)
 
     def asked(self, state: ServerState, worker: int, at: float) -> Actions:
         if not state.ask(worker):
             return NOTHING
         state.waiting[worker] = None
-        return self._release(state)
+        return self._release(_own(state))
 
     def pushed(self, state: ServerState, push: Push, at: float) -> Actions:
         if not state.end_step(push):
             return (Drop(push),)
+        state = _own(state)
         state.version += 1
+        state.clocks[push.worker] += 1
         state.waiting[push.worker] = None
         return (mean_of((push,)), *self._release(state))
 
-    def _release(self, state: ServerState) -> Actions:
+    def _release(self, state: SSPState) -> Actions:
         """Send to those who wait and are near enough to the slowest."""
         if not state.waiting:
             return NOTHING
-        furthest = min(member.clock for member in state.members.values()) + self.bound
-        free = tuple([worker for worker in state.waiting if state.members[worker].clock <= furthest])
+        furthest = min(state.clocks.values()) + self.bound
+        free = tuple([worker for worker in state.waiting if state.clocks[worker] <= furthest])
         for worker in free:
             del state.waiting[worker]
-        return (send(state, free),) if free else NOTHING
+        return (state.send(free),) if free else NOTHING
+
+
+def _own(state: ServerState) -> SSPState:
+    assert isinstance(state, SSPState), "the state is of another policy"
+    return state

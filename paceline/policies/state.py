@@ -7,58 +7,48 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from paceline.errors import UsageError
-from paceline.policies.messages import Push
+from paceline.policies.messages import Push, Send
 
 NOT_YET = -1  # the incarnation of a worker that is expected and has not joined
 
 
-@dataclass(slots=True)
-class Member:
-    """One worker as the server knows it."""
-
-    incarnation: int = NOT_YET
-    step: int = -1  # the last one begun
-    busy: bool = False  # its step is neither pushed nor cancelled
-    clock: int = 0  # pushes of it that were taken in
-
-
 @dataclass
 class ServerState:
-    """The state of a run under a server policy; ``as_dict`` and ``from_dict`` carry it through JSON."""
+    """The state of a run under a server policy; ``as_dict`` and ``from_dict`` carry it through JSON.
+
+    Steps have numbers of their own, given out with the parameters: the push of a step that was cancelled, or of an
+    earlier incarnation, is known by its number.
+    """
 
     version: int = 0  # commits so far
-    members: dict[int, Member] = field(default_factory=dict)
-    former: dict[int, int] = field(default_factory=dict)  # last incarnation of those who left
+    step: int = 0  # the number of the next step to begin
+    members: dict[int, int] = field(default_factory=dict)  # worker -> incarnation
+    former: dict[int, int] = field(default_factory=dict)  # the same of those who left
+    under_way: dict[int, int] = field(default_factory=dict)  # worker -> the step that it is on
     pending: list[Push] = field(default_factory=list)  # taken in and not committed yet
     waiting: dict[int, None] = field(default_factory=dict)  # members to whom parameters are owed, in order
     credited: dict[int, None] = field(default_factory=dict)  # have a push pending, and have left since, or come back
 
-    def expect(self, workers: int) -> None:
-        """Count the workers 0 to ``workers`` - 1 as members before they join: commits wait for them."""
-        self.members = {worker: Member() for worker in range(workers)}
-
-    def join(self, worker: int, incarnation: int) -> Member:
+    def join(self, worker: int, incarnation: int) -> None:
         """Let a worker in; whatever an earlier incarnation of it was doing is over."""
-        known = self.members.get(worker)
-        last = self.former.get(worker, NOT_YET) if known is None else known.incarnation
+        last = self.members.get(worker, self.former.get(worker, NOT_YET))
         if incarnation <= last:
             raise UsageError(
                 f"worker {worker} joined as incarnation {incarnation}, but incarnation {last} of it was here already; "
                 f"a worker that comes back needs a larger one, such as {last + 1}"
             )
-        self._stop_waiting(worker)
+        self._end_all_of(worker)
         self.former.pop(worker, None)
-        member = self.members[worker] = Member(incarnation)
-        return member
+        self.members[worker] = incarnation
 
     def leave(self, worker: int) -> None:
         """Let a worker go; a push of it that is pending stays."""
-        member = self.members.pop(worker, None)
-        if member is not None:
-            self.former[worker] = member.incarnation
-            self._stop_waiting(worker)
+        if worker in self.members:
+            self._end_all_of(worker)
+            self.former[worker] = self.members.pop(worker)
 
-    def _stop_waiting(self, worker: int) -> None:
+    def _end_all_of(self, worker: int) -> None:
+        self.under_way.pop(worker, None)
         if worker in self.waiting:
             del self.waiting[worker]
             if any(push.worker == worker for push in self.pending):
@@ -66,8 +56,7 @@ class ServerState:
 
     def ask(self, worker: int) -> bool:
         """Note that a member wants parameters; False if it is none, or waits for the commit of its push."""
-        member = self.members.get(worker)
-        if member is None or member.incarnation == NOT_YET or worker in self.waiting:
+        if self.members.get(worker, NOT_YET) == NOT_YET or worker in self.waiting:
             return False
         if worker in self.credited:
             del self.credited[worker]
@@ -80,21 +69,22 @@ class ServerState:
         gone = sum(worker not in self.members for worker in self.credited) if self.credited else 0
         return len(self.members) + gone
 
-    def begin_steps(self, workers: Iterable[int]) -> None:
-        """Note that the workers begin their next steps."""
-        members = self.members
-        for worker in workers:
-            member = members[worker]
-            member.step += 1
-            member.busy = True
+    def send(self, workers: tuple[int, ...]) -> Send:
+        """Send the parameters to the workers."""
+        return Send(workers, self.begin_step(workers))
+
+    def begin_step(self, workers: Iterable[int]) -> int:
+        """Note that the workers begin a step, and give its number."""
+        step = self.step
+        self.step += 1
+        self.under_way.update(dict.fromkeys(workers, step))
+        return step
 
     def end_step(self, push: Push) -> bool:
         """Note that a worker's step is done; False if the push is not of the step that it is on."""
-        member = self.members.get(push.worker)
-        if member is None or not member.busy or member.step != push.step or member.incarnation != push.incarnation:
+        if self.under_way.get(push.worker) != push.step:
             return False
-        member.busy = False
-        member.clock += 1
+        del self.under_way[push.worker]
         return True
 
     def as_dict(self) -> dict[str, Any]:
@@ -104,22 +94,12 @@ class ServerState:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Self:
         """Make the state again that ``as_dict`` was taken of."""
-        values = {**saved}
-        values["members"] = {worker: Member(*member) for worker, member in saved["members"]}
-        values["pending"] = [Push(*push) for push in saved["pending"]]
-        for name in ("waiting", "credited"):
-            values[name] = dict.fromkeys(saved[name])
-        values["former"] = dict(saved["former"])
-        return cls(**values)
+        values = {name: value for name, value in saved.items() if name != "pending"}
+        values = {name: dict(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**values, pending=[Push(*push) for push in saved["pending"]])
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        if all(item is None for item in value.values()):
-            return list(value)
-        return [[key, _plain(item)] for key, item in value.items()]
-    if isinstance(value, Member):
-        return [value.incarnation, value.step, value.busy, value.clock]
-    if isinstance(value, list):
-        return [list(push) for push in value]
-    return value
+        return [list(item) for item in value.items()]
+    return [list(push) for push in value] if isinstance(value, list) else value
