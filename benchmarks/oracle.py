@@ -2,9 +2,9 @@
 
     python benchmarks/oracle.py [--iterations 50000] [--delays "exp(1)" "1+exp(1)" "1+exp(0.5)"] [--json]
 
-Values come from the closed forms where there are any, and from another simulator of 20,000 to 30,000 iterations, good to
-about 1 %, where there are none. `off` is the difference in per cent; `allowed` is 1 for times and 2 for staleness. The exit
-code is 1 if one is off by more. For the slowest of n workers (X = 1 + Exp(0.5), deck 002) see `paceline study stragglers`.
+Values come from the closed forms where there are any, and from another simulator of 20,000 to 30,000 iterations, good
+to about 1 %, where there are none. `off` is the difference in per cent; `allowed` is 1 for times and 2 for staleness.
+The exit code is 1 if one is off by more. For the slowest of n workers (X = 1 + Exp(0.5)): `paceline study stragglers`.
 """
 
 from __future__ import annotations
