@@ -31,7 +31,7 @@ class Work(Protocol):
         """The workers begin a step on the newest parameters, of that version; None: on those that they have."""
         ...
 
-    def end(self, worker: int) -> tuple[float, int]:
+    def end(self, worker: int, step: int) -> tuple[float, int]:
         """A worker's step has ended: its loss, and of how many examples."""
         ...
 
@@ -132,7 +132,7 @@ class Cluster:
 
     def _end(self, worker: int, step: int, version: int, at: float) -> None:
         """A worker has ended its step and sends its gradient."""
-        loss, examples = (None, self.examples) if self._work is None else self._work.end(worker)
+        loss, examples = (None, self.examples) if self._work is None else self._work.end(worker, step)
         push = Push(worker, 0, step, version, examples, loss)
         arrives = self.network.push(at)
         if arrives > at:
