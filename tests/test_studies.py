@@ -25,9 +25,11 @@ from paceline.studies import (
     STUDIES,
     CommunicationStudy,
     OptimizersStudy,
+    StragglersStudy,
     Study,
     StudyContext,
     StudyResult,
+    TradeOffStudy,
     files,
     optimizers,
 )
@@ -48,6 +50,8 @@ QUICK: dict[str, Study] = {
         optimizers=("momentum", "adam"),
     ),
     "communication": CommunicationStudy(workers=(2, 8), messages=("4kB", "25MB")),
+    "stragglers": StragglersStudy(workers=(4, 40), iterations=30),
+    "trade-off": TradeOffStudy(problem="digits", policies=("sync", "async"), seconds=20.0, points=5),
 }
 FORMULAS = {"communication"}  # nothing random in them, and nothing for threads to do
 QUICK_ARGUMENTS = [

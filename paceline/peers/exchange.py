@@ -84,7 +84,7 @@ def check_live(policy: Policy, workers: int) -> None:
     if workers > 1 and not isinstance(policy, AllReduce):
         raise UsageError(
             f"policy {policy} cannot run on {workers} workers: it needs a parameter server, of which there is only a "
-            f"virtual one yet. Use all-reduce, or try it with: paceline simulate --policy '{policy}' --workers {workers}"
+            f"virtual one yet. Use all-reduce, or try: paceline simulate --policies '{policy}' --workers {workers}"
         )
 
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from paceline.studies.communication import CommunicationStudy
 from paceline.studies.optimizers import OptimizersStudy
+from paceline.studies.stragglers import StragglersStudy
 from paceline.studies.study import Study, StudyContext, StudyResult
+from paceline.studies.trade_off import TradeOffStudy
 
-__all__ = ["STUDIES", "CommunicationStudy", "OptimizersStudy", "Study", "StudyContext", "StudyResult"]
+__all__ = [
+    "STUDIES",
+    "CommunicationStudy",
+    "OptimizersStudy",
+    "StragglersStudy",
+    "Study",
+    "StudyContext",
+    "StudyResult",
+    "TradeOffStudy",
+]
 
 STUDIES: dict[str, type[Study]] = {
-    OptimizersStudy.name: OptimizersStudy,
-    CommunicationStudy.name: CommunicationStudy,
+    study.name: study for study in (OptimizersStudy, CommunicationStudy, StragglersStudy, TradeOffStudy)
 }

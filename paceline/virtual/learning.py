@@ -165,18 +165,21 @@ class Lesson:
     def __init__(self, scenario: Scenario, course: Course, *, seconds: float) -> None:
         check_length(None, seconds)
         problem = course.problem
+        batch_size = course.batch_size or problem.recipe.batch_size
+        if scenario.scaling == "strong":
+            raise UsageError("strong scaling is of times alone; with a problem, choose the workers' batch size")
         self._scenario, self._seconds = scenario, seconds
         self._learning = Learning(
             problem,
             scenario.workers,
             optimizer=course.optimizer,
-            batch_size=course.batch_size or problem.recipe.batch_size,
+            batch_size=batch_size,
             every=seconds / course.points,
             seed=scenario.seed,
         )
-        if not scenario.nbytes:
-            scenario = dataclasses.replace(scenario, nbytes=self._learning.nbytes)
-        self._cluster = scenario.cluster(self._learning)
+        nbytes = scenario.nbytes or self._learning.nbytes
+        whole = dataclasses.replace(scenario, nbytes=nbytes, examples=batch_size)
+        self._cluster = whole.cluster(self._learning)
 
     def finish(self) -> None:
         """Let the clock run to its end."""

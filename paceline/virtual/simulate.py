@@ -76,18 +76,27 @@ class Scenario:
             return dataclasses.replace(delay, changes=(*delay.changes, share))
         return Changed(base=delay, changes=(share,))  # type: ignore[arg-type]  # it is a distribution
 
-    def cluster(self, work: Work | None = None) -> Cluster:
-        """Make the virtual cluster; its clock stands at 0."""
+    def check(self, *, has_loss: bool) -> ServerPolicy:
+        """Raise what ``cluster`` would raise, and give the policy that decides."""
         policy = parse_policy(self.policy)
-        compute, network = self.compute, self._network(policy)
         if isinstance(policy, AllReduce):
             policy = Sync()  # all wait for all; what differs is how gradients travel
         if not isinstance(policy, ServerPolicy):
             raise UsageError(f"policy {policy} has no virtual form: only all-reduce and the policies of a server have")
-        if policy.needs_loss and work is None:
+        if policy.needs_loss and not has_loss:
             raise UsageError(
                 f"policy {policy} follows the loss, so times alone do not do: name a problem, as in --problem digits"
             )
+        policy.begin(self.workers)
+        self.compute.check_workers(self.workers)
+        for link in (self.link, self.inside):
+            parse_link(link)
+        return policy
+
+    def cluster(self, work: Work | None = None) -> Cluster:
+        """Make the virtual cluster; its clock stands at 0."""
+        policy = self.check(has_loss=work is not None)
+        compute, network = self.compute, self._network()
         examples = max(1, self.examples // self.workers) if self.scaling == "strong" else self.examples
         return Cluster(
             policy,
@@ -100,8 +109,8 @@ class Scenario:
             seed=self.seed,
         )
 
-    def _network(self, policy: Policy) -> Network:
-        link = parse_link(self.link)
+    def _network(self) -> Network:
+        policy, link = parse_policy(self.policy), parse_link(self.link)
         if isinstance(policy, AllReduce):
             return Collective(lambda compute: self._exposed(policy, compute), ring_bytes(self.nbytes, self.workers))
         return Instant(self.nbytes) if link == Link() else ServerLink(link, self.nbytes)

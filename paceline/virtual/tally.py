@@ -23,8 +23,8 @@ class Tally:
 
     def commit(self, pushes: tuple[Push, ...], version: int, at: float) -> None:
         """Count one commit on parameters of that version."""
-        self.commit_times.append(at)
         self.pushes += len(pushes)
         self.examples += sum([push.examples for push in pushes])
         for read, count in Counter([push.version for push in pushes]).items():
             self.staleness[version - read] += count
+        self.commit_times.append(at)  # last: a run may be broken off anywhere, and what is known of it asked for
