@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.policies.messages import NOTHING, Action, Actions, Cancel, Continue, Drop, Push, mean_of
+from paceline.policies.messages import NOTHING, STEP, WORKER, Action, Actions, Cancel, Continue, Drop, Push, mean_of
 from paceline.policies.server import ServerPolicy
 from paceline.policies.state import ServerState
 
@@ -54,8 +54,8 @@ class Gather(ServerPolicy):
         return 0 if self.counts_batches else self.enough(state) - len(state.pending) - 1
 
     def pushed_together(self, state: ServerState, pushes: Sequence[Push], at: float) -> Actions:
-        workers = dict.fromkeys([push.worker for push in pushes])
-        on_it = [*map(state.under_way.get, workers)] == [push.step for push in pushes]
+        workers = dict.fromkeys(map(WORKER, pushes))
+        on_it = [*map(state.under_way.get, workers)] == [*map(STEP, pushes)]
         if not on_it or len(pushes) > self.room(state):
             return super().pushed_together(state, pushes, at)
         for worker in workers:
@@ -81,7 +81,7 @@ class Gather(ServerPolicy):
         self.committed(state, commit.pushes, at)
         actions: list[Action] = [commit]
         if self.cancels and state.under_way:
-            late = state.under_way
+            late, state.under_way = state.under_way, {}
             actions.append(Cancel(tuple(late), tuple(late.values())))
             state.waiting.update(dict.fromkeys(late))
         if state.waiting:

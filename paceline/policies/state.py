@@ -77,7 +77,10 @@ class ServerState:
         """Note that the workers begin a step, and give its number."""
         step = self.step
         self.step += 1
-        self.under_way.update(dict.fromkeys(workers, step))
+        if self.under_way:
+            self.under_way.update(dict.fromkeys(workers, step))
+        else:
+            self.under_way = dict.fromkeys(workers, step)
         return step
 
     def end_step(self, push: Push) -> bool:

@@ -46,15 +46,19 @@ class Agenda:
     def __init__(self, workers: int) -> None:
         self._heap: list[tuple[float, int, Batch]] = []
         self._batches: dict[int, Batch] = {}  # those in the heap, and the one being given
+        # One object for each worker's number: dictionaries find their keys faster when they are the same objects.
+        self._names = np.arange(workers).astype(object)
         self._under_way = np.full(workers, _NONE, dtype=np.int64)  # the number of each worker's batch
         self._next_number = 0
         self._horizon = math.inf  # when the first batch behind the one being given begins
 
     def begin(self, ends: Times, workers: Numbers, step: int, version: int) -> None:
         """Expect the workers to end the step at these times."""
-        order = np.argsort(ends, kind="stable")
+        order = np.argsort(ends)
+        if not np.all(np.diff(ends[order])):  # ties, which the quicker sort leaves in no order
+            order = np.argsort(ends, kind="stable")
         self._under_way[workers] = self._next_number
-        self._add(Batch(ends[order].tolist(), workers[order].tolist(), step, version, len(workers)))
+        self._add(Batch(ends[order].tolist(), self._names[workers[order]].tolist(), step, version, len(workers)))
 
     def begin_one(self, end: float, worker: int, step: int, version: int) -> None:
         """Expect one worker to end the step at that time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from paceline.policies.messages import Push
+from paceline.policies.messages import EXAMPLES, VERSION, Push
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Tally:
     def commit(self, pushes: tuple[Push, ...], version: int, at: float) -> None:
         """Count one commit on parameters of that version."""
         self.pushes += len(pushes)
-        self.examples += sum([push.examples for push in pushes])
-        for read, count in Counter([push.version for push in pushes]).items():
+        self.examples += sum(map(EXAMPLES, pushes))
+        for read, count in Counter(map(VERSION, pushes)).items():
             self.staleness[version - read] += count
         self.commit_times.append(at)  # last: a run may be broken off anywhere, and what is known of it asked for
