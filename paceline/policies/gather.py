@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.policies.messages import NOTHING, STEP, WORKER, Action, Actions, Cancel, Continue, Drop, Push, mean_of
+from paceline.policies.messages import NOTHING, WORKER, Action, Actions, Cancel, Continue, Drop, Push, Send, mean_of
 from paceline.policies.server import ServerPolicy
 from paceline.policies.state import ServerState
 
@@ -55,13 +55,10 @@ class Gather(ServerPolicy):
 
     def pushed_together(self, state: ServerState, pushes: Sequence[Push], at: float) -> Actions:
         workers = dict.fromkeys(map(WORKER, pushes))
-        on_it = [*map(state.under_way.get, workers)] == [*map(STEP, pushes)]
-        if not on_it or len(pushes) > self.room(state):
+        if len(workers) < len(pushes) or len(pushes) > self.room(state) or not state.end_steps(workers, pushes):
             return super().pushed_together(state, pushes, at)
-        for worker in workers:
-            del state.under_way[worker]
         state.pending += pushes
-        state.waiting |= workers
+        state.waiting = {**state.waiting, **workers} if state.waiting else workers
         return NOTHING
 
     def _go_on(self, state: ServerState, worker: int) -> Actions:
@@ -85,8 +82,8 @@ class Gather(ServerPolicy):
             actions.append(Cancel(tuple(late), tuple(late.values())))
             state.waiting.update(dict.fromkeys(late))
         if state.waiting:
-            actions.append(state.send(tuple(state.waiting)))  # after the commit: all read what it has made
-            state.waiting = {}
+            free, state.waiting = state.waiting, {}
+            actions.append(Send(tuple(free), state.begin_step(free)))  # after the commit: all read what it has made
         return actions
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import repeat
 from typing import Any, Self
 
 from paceline.errors import UsageError
-from paceline.policies.messages import Push, Send
+from paceline.policies.messages import STEP, Push, Send
 
 NOT_YET = -1  # the incarnation of a worker that is expected and has not joined
 
@@ -89,6 +90,14 @@ class ServerState:
             return False
         del self.under_way[push.worker]
         return True
+
+    def end_steps(self, workers: Iterable[int], pushes: Sequence[Push]) -> bool:
+        """The same for the pushes of different workers; False, and nothing is noted, if one is of another step."""
+        taken = [*map(self.under_way.pop, workers, repeat(None))]
+        if taken == [*map(STEP, pushes)]:
+            return True
+        self.under_way.update((worker, step) for worker, step in zip(workers, taken, strict=True) if step is not None)
+        return False
 
     def as_dict(self) -> dict[str, Any]:
         """Give everything as lists and plain values, fit for JSON."""

@@ -114,7 +114,7 @@ class Agenda:
         """
         first = batch.place
         last = min(first + most, bisect.bisect_right(batch.times, self._horizon, first))
-        if last - first < 2 or batch.alive != len(batch.times) - first:
+        if last <= first or batch.alive != len(batch.times) - first:
             return []
         batch.place = last
         batch.alive -= last - first

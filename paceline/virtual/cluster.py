@@ -102,12 +102,10 @@ class Cluster:
             self.now = at
             if batch.call is not None:
                 batch.call(at)
-            else:
+            elif not (together and batch.alive and self._end_together(worker, batch)):
                 self._end(worker, batch.step, batch.version, at)
             if self.version >= commits:
                 return
-            if together and batch.alive > 1:
-                self._end_together(batch)
         raise UsageError(self._stalled())
 
     @property
@@ -141,14 +139,16 @@ class Cluster:
         else:
             self._carry_out(self._policy.pushed(self.state, push, at), at)
 
-    def _end_together(self, batch: Batch) -> None:
-        """Hand over at once those who end next, as far as the policy says that it will have no answer."""
-        workers = self._agenda.take(batch, self._policy.room(self.state))
-        if workers:
-            pushes = pushes_of(workers, batch.step, batch.version, self.examples)
+    def _end_together(self, worker: int, batch: Batch) -> bool:
+        """Hand over the worker and those who end next, as far as the policy says that it will have no answer."""
+        room = self._policy.room(self.state)
+        others = self._agenda.take(batch, room - 1) if room > 1 else []
+        if others:
+            pushes = pushes_of([worker, *others], batch.step, batch.version, self.examples)
             self.now = batch.times[batch.place - 1]
             self.network.bytes_in += len(pushes) * self.network.nbytes
             self._carry_out(self._policy.pushed_together(self.state, pushes, self.now), self.now)
+        return bool(others)
 
     def _arrive(self, push: Push, seconds: float, at: float) -> None:
         actions = self._policy.pushed(self.state, push, at)
@@ -184,7 +184,7 @@ class Cluster:
         if len(workers) == 1:
             self._begin_one(workers[0], step, float(begin[0]), self.version)
         else:
-            self._begin(np.array(workers, dtype=np.int64), step, begin)
+            self._begin(np.fromiter(workers, np.int64, len(workers)), step, begin)
 
     def _continue(self, worker: int, step: int, at: float) -> None:
         if self._work is not None:
@@ -236,7 +236,7 @@ class Cluster:
 
     def _cancel(self, workers: tuple[int, ...], at: float) -> None:
         # Those who have ended their steps meanwhile are left out: their pushes are on the way, and will be dropped.
-        running = self._agenda.cancel(np.array(workers, dtype=np.int64))
+        running = self._agenda.cancel(np.fromiter(workers, np.int64, len(workers)))
         spent = np.maximum(0.0, at - self._began[running])
         self.tally.thrown_away += float(spent.sum())
         self.tally.computed -= float((self._ends[running] - self._began[running] - spent).sum())
