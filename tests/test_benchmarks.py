@@ -112,3 +112,12 @@ def test_virtual_speed() -> None:
     for row in found["rows"]:
         assert positive(row, "seconds", "allowed", "megabytes")
         assert row["pushes"] == row["commits"] * int(row["policy"].strip(")").split("=")[1])
+
+
+def test_ada_sync() -> None:
+    found = run("ada_sync.py")
+    assert len(found["curves"]) == 5 and len(found["rows"]) == 12
+    losses = [row["loss"] for row in found["rows"]]
+    assert losses == sorted(losses, reverse=True)
+    assert found["worst"] == max(row["ratio"] for row in found["rows"])
+    assert all(row["ratio"] == row["ada"] / row["best"] for row in found["rows"])

@@ -120,6 +120,7 @@ def test_strong_scaling_shares_the_work_but_not_the_messages() -> None:
     assert weak.seconds == pytest.approx(3 * 4 + 2 * exchange)  # the last exchange is after the last commit
     assert strong.seconds == pytest.approx(3 * 1 + 2 * exchange)
     assert strong.throughput < weak.throughput
+    assert strong.bytes_in == 0 and strong.bytes_out == 3 * 4 * 1.5e6  # each sends 2 N (P-1)/P
 
 
 # Messages ---------------------------------------------------------------------------------------------------
@@ -205,6 +206,8 @@ class Gossip(PeersPolicy):
         ({"nbytes": -1.0, "policy": "all-reduce"}, "0 or more bytes"),
         ({"nbytes": -1.0, "link": "1MB/s"}, "0 or more bytes"),
         ({"scaling": "week"}, "Did you mean 'weak'"),
+        ({"scaling": "strong", "examples": 7}, "8 workers share a mini-batch, and it has 7 examples.*--examples 256"),
+        ({"examples": 0}, "at least 1 example, got 0"),
         ({"topology": "rang"}, "Did you mean 'ring'"),
         ({"hosts": 3}, "8 workers cannot be spread evenly over 3 hosts"),
         ({"notice": -1.0}, "0 or more seconds"),

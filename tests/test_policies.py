@@ -153,7 +153,8 @@ def test_a_commit_of_nothing_is_refused(name: str) -> None:
     ("text", "complaint"),
     [
         ("ssp(bound=-1)", "bound must be at least 0, got -1"),
-        ("ada-sync(k0=0)", "k0 must be at least 1, got 0"),
+        ("ada-sync(k0=0)", "k0 must be above 0 and finite, got 0"),
+        ("ada-sync(k0=inf)", "k0 must be above 0"),
         ("ada-sync(window=-1)", "window must be finite and at least 0"),
         ("ada-sync(window=inf)", "window must be finite and at least 0"),
         ("ada-sync(over=sync)", "over wants"),

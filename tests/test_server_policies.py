@@ -358,6 +358,12 @@ def test_the_root_rule() -> None:
     assert AdaSync(k0=2, rule="root").best_k(100, 9.0, 1.0) == 6
 
 
+def test_a_start_below_one_waits_until_the_loss_has_fallen() -> None:
+    policy = AdaSync(k0=0.5, rule="root")
+    assert Hand(policy, 4).push(0) == ["commit 0", "cancel 1 2 3", "send 0 1 2 3"]
+    assert [policy.best_k(8, first_loss, 1.0) for first_loss in (1.0, 8.0, 10.0, 36.0)] == [1, 1, 2, 3]
+
+
 def test_k_is_chosen_once_a_window_from_the_losses_in_it() -> None:
     hand = Hand(AdaSync(k0=1, rule="root", window=10.0), 4)
     hand.push(0, loss=4.0)

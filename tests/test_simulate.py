@@ -57,7 +57,7 @@ def test_policies_times_workers_times_delays(simulate: Any) -> None:
     record = found["records"][1]
     assert sum(record["staleness_histogram"].values()) == record["pushes"] == 80
     assert record["bytes_in"] == 80e6
-    assert {series["panel"] for series in found["series"]} == {"exp(1)", "1 factors(1, 2)"}
+    assert {series["panel"] for series in found["series"]} == {"delay exp(1)", "delay 1 factors(1, 2)"}
 
 
 def test_the_same_seed_prints_the_same_bytes(simulate: Any) -> None:
@@ -129,7 +129,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "formula of a problem": (["--depth", "formula", "--problem", "digits"], "formulas know no problem"),
     "no formula": (["--depth", "formula", "--policies", "ssp(bound=1)"], "no formula is known for any"),
     "scaling": (["--scaling", "stron"], "Did you mean 'strong'"),
-    "strong scaling of a problem": (["--scaling", "strong", "--problem", "digits"], "strong scaling is of times alone"),
+    "strong scaling of a problem": (
+        ["--scaling", "strong", "--problem", "digits", "--examples", "8"],
+        "strong scaling is of times alone",
+    ),
     "hosts": (["--hosts", "3"], "cannot be spread evenly over 3 hosts"),
     "too short for a commit": (["--problem", "logistic", "--seconds", "0.1"], "made no commit within 0.1 s"),
     "all fail": (["--workers", "1", "--policies", "async", "--delays", "1 fails(0, 2.5)"], "standstill at"),

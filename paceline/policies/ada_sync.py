@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from paceline.errors import UsageError
-from paceline.policies.gather import Gather, check_enough_workers, check_k
+from paceline.policies.gather import Gather, check_enough_workers
 from paceline.policies.messages import Push
 from paceline.policies.state import ServerState
 
@@ -33,23 +33,24 @@ class AdaSync(Gather):
 
     Once a window k is chosen anew from F0, the loss at the start, and F, that of the window. The rule ``quadratic`` is
     for commits that take a time of log(P / (P - k)), as those of k-sync and k-async; ``root`` for a time of k / P, as
-    those of mini-batches.
+    those of mini-batches. A k0 below 1 is for large mini-batches: k is 1 until the loss has fallen far enough.
 
     >>> str(AdaSync(k0=2, window=30, over="k-async"))
-    'ada-sync(k0=2, over=k-async, window=30.0)'
+    'ada-sync(k0=2.0, over=k-async, window=30.0)'
     """
 
     name: ClassVar[str] = "ada-sync"
     needs_loss: ClassVar[bool] = True
 
-    k0: int = 1  # to begin with
+    k0: float = 1.0  # the best k at the start
     over: Base = "k-sync"  # what is counted, and what becomes of late work
     rule: Rule = "quadratic"
     window: float = 60.0  # seconds of the driver's time between two choices of k
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_k(self, "k0", self.k0)
+        if not 0 < self.k0 < math.inf:
+            raise UsageError(f"policy {self.name!r}: k0 must be above 0 and finite, got {self.k0:g}")
         if not (math.isfinite(self.window) and self.window >= 0):
             raise UsageError(f"policy {self.name!r}: window must be finite and at least 0, got {self.window}")
 
@@ -62,10 +63,10 @@ class AdaSync(Gather):
         return self.over.endswith("-sync")
 
     def new_state(self) -> AdaState:
-        return AdaState(k=self.k0, window_end=self.window)
+        return AdaState(k=max(1, round(self.k0)), window_end=self.window)
 
     def begin(self, workers: int) -> ServerState:
-        check_enough_workers(self, "k0", self.k0, workers)
+        check_enough_workers(self, "k0", max(1, round(self.k0)), workers)
         return super().begin(workers)
 
     def enough(self, state: ServerState) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from paceline.virtual.formulas import NoFormulaError, iteration_time, mean_stale
 from paceline.virtual.learning import Learned
 from paceline.virtual.links import Link, parse_link
 from paceline.virtual.simulate import Scenario, as_record
+
+_STALENESS_BINS = 40  # of the plot
 
 TIMES = (
     Column(name="policy"),
@@ -92,13 +95,17 @@ def curve_series(case: Scenario, learned: Learned) -> Series:
 
 
 def staleness_series(case: Scenario, learned: Learned) -> Series:
-    """How many of the pushes were how stale."""
+    """How many of the pushes were how stale; where that varies much, the mean of neighbours."""
     histogram, pushes = learned.run.staleness_histogram, learned.run.pushes
+    width = 1 + max(histogram) // _STALENESS_BINS
+    bins: Counter[int] = Counter()
+    for staleness, count in histogram.items():
+        bins[staleness // width] += count
     return Series(
         label=str(case.policy),
         panel=f"{case.workers} workers, {case.delay}",
-        x=tuple(histogram),
-        y=tuple(count / pushes for count in histogram.values()),
+        x=tuple(place * width + (width - 1) / 2 for place in sorted(bins)),
+        y=tuple(bins[place] / width / pushes for place in sorted(bins)),
     )
 
 
@@ -109,6 +116,6 @@ def series_over_workers(points: Sequence[tuple[Scenario, float | None]]) -> tupl
         if value is not None:
             groups.setdefault((str(case.delay), str(case.policy)), []).append((case.workers, value))
     return tuple(
-        Series(label=policy, panel=delay, x=tuple(x for x, _ in pairs), y=tuple(y for _, y in pairs))
+        Series(label=policy, panel=f"delay {delay}", x=tuple(x for x, _ in pairs), y=tuple(y for _, y in pairs))
         for (delay, policy), pairs in groups.items()
     )

@@ -17,7 +17,7 @@ class Network(ABC):
     def __init__(self, nbytes: float) -> None:
         self.nbytes = nbytes
         self.bytes_in = 0.0  # to the server
-        self.bytes_out = 0.0  # from it
+        self.bytes_out = 0.0  # from it, or between peers; each byte on the wire counts once
 
     @abstractmethod
     def push(self, at: float) -> float:
@@ -77,7 +77,6 @@ class Collective(Network):
 
     def send(self, at: float, workers: int) -> Times:
         if at > 0:  # the parameters at the start are there
-            self.bytes_in += workers * self.nbytes
             self.bytes_out += workers * self.nbytes
             at += self._exposed(at - self._began)
         self._began = at

@@ -60,6 +60,13 @@ class Scenario:
             raise UsageError(f"a cluster has at least 1 worker, got {self.workers}")
         if self.hosts < 1 or self.workers % self.hosts:
             raise UsageError(f"{self.workers} workers cannot be spread evenly over {self.hosts} hosts")
+        if self.examples < 1:
+            raise UsageError(f"a mini-batch has at least 1 example, got {self.examples}")
+        if self.scaling == "strong" and self.examples < self.workers:
+            raise UsageError(
+                f"under strong scaling {self.workers} workers share a mini-batch, and it has {self.examples} examples; "
+                f"give it at least as many, as in --examples {32 * self.workers}"
+            )
         if not 0 <= self.nbytes < math.inf:
             raise UsageError(f"parameters have 0 or more bytes, got {self.nbytes:g}")
         if not 0 <= self.notice < math.inf:
@@ -97,7 +104,7 @@ class Scenario:
         """Make the virtual cluster; its clock stands at 0."""
         policy = self.check(has_loss=work is not None)
         compute, network = self.compute, self._network()
-        examples = max(1, self.examples // self.workers) if self.scaling == "strong" else self.examples
+        examples = self.examples // self.workers if self.scaling == "strong" else self.examples
         return Cluster(
             policy,
             self.workers,
@@ -151,8 +158,8 @@ class Simulated:
     thrown_away: float  # share of the time in which they computed what was cancelled or dropped
     cancelled: int  # steps
     dropped: int  # pushes that came too late
-    bytes_in: float  # to the server, or sent by peers, in all
-    bytes_out: float  # from the server, or received by peers
+    bytes_in: float  # to the server, in all
+    bytes_out: float  # from the server, or between peers
     efficiency: float | None  # throughput over that of so many workers that compute alone and never wait
 
 
