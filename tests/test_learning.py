@@ -151,6 +151,13 @@ def test_k_batch_sync_goes_on_with_what_it_has() -> None:
     assert torch.allclose(parameters(fast), by_hand(load_problem("logistic"), 3 * BATCH, 1), rtol=1e-5, atol=1e-7)
 
 
+def test_the_batch_of_a_failed_worker_is_computed_by_another() -> None:
+    run = lesson("k-sync(k=2)", 3, delay="1 fails(worker=1, at=0)", seconds=12, notice=3.0)
+    run.finish()
+    # Worker 1 is sent batches until it is found out, and none of them is missing in the end.
+    assert torch.allclose(parameters(run), by_hand(load_problem("logistic"), 2 * BATCH, 12), rtol=1e-5, atol=1e-7)
+
+
 def test_the_curve_has_its_times() -> None:
     found = learn(Scenario(policy="sync", workers=2, delay="3"), course(points=5), seconds=20)
     assert [point.seconds for point in found.curve] == [0, 4, 8, 12, 16, 20]

@@ -229,6 +229,8 @@ class Cluster:
         """A worker will never end the step that it begins; the policy hears of it later."""
         began = float(self._began[worker])
         self._ends[worker] = began
+        if self._work is not None:
+            self._work.cancel([worker])
         if worker not in self._failed:
             self._failed[worker] = at = max(self._delay.fails_at(worker), began)
             self.tally.computed += at - began
