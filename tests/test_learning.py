@@ -163,6 +163,8 @@ def test_the_curve_has_its_times() -> None:
     assert [point.seconds for point in found.curve] == [0, 4, 8, 12, 16, 20]
     assert [point.commits for point in found.curve] == [0, 1, 2, 4, 5, 6]
     assert found.curve[-1].loss < found.curve[0].loss
+    dense = learn(Scenario(policy="sync", workers=2, delay="3"), course(points=4, dense_start=True), seconds=16)
+    assert [point.seconds for point in dense.curve] == [0, 1, 4, 9, 16]
 
 
 def test_time_to_a_target() -> None:
@@ -201,7 +203,7 @@ def test_mistakes() -> None:
     with pytest.raises(UsageError, match="batch size must be at least 1"):
         course(batch_size=0)
     with pytest.raises(UsageError, match="LBFGS"):
-        Learning(load_problem("logistic"), 2, optimizer="lbfgs", batch_size=8, every=1.0, seed=0)
+        Learning(load_problem("logistic"), 2, optimizer="lbfgs", batch_size=8, times=(0.0,), seed=0)
     with pytest.raises(UsageError, match="seconds must be above 0"):
         lesson("async", 2, seconds=-1)
 

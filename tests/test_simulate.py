@@ -199,7 +199,7 @@ def test_studies_broken_off(broken_off: Any, tmp_path: Path) -> None:
     found = StragglersStudy(workers=(4, 8, 16), iterations=50).run(StudyContext())
     assert [row[0] for row in found.rows] == [4] and found.interrupted
     write_result(found, tmp_path)
-    broken_off(12)
+    broken_off(25)
     other = TradeOffStudy(problem="logistic", model="net1", seconds=30.0).run(StudyContext())
     assert len(other.rows) == 2 and other.interrupted
     for study in (StragglersStudy(), TradeOffStudy(problem="digits")):
@@ -254,10 +254,10 @@ def test_mistakes_of_the_trade_off(options: dict[str, Any]) -> None:
 def test_the_trade_off_has_its_columns() -> None:
     study = TradeOffStudy(problem="digits", policies=("sync", "async"), seconds=60.0, points=30, rate=0.1)
     found = study.run(StudyContext())
-    (_, commits, iteration, stale, *losses), fast = found.rows
+    (_, commits, iteration, stale, _, *losses), fast = found.rows
     assert isinstance(commits, int) and isinstance(iteration, float)
     assert stale == 0 and commits * iteration == pytest.approx(60, rel=0.2)
-    assert fast[1] > 10 * commits and all(isinstance(loss, float) for loss in losses)  # type: ignore[operator]
+    assert fast[1] > 8 * commits and all(isinstance(loss, float) for loss in losses)  # type: ignore[operator]
 
 
 def test_simulation_has_a_text_form_and_brackets_keep_commas() -> None:

@@ -30,11 +30,11 @@ class TradeOffStudy(Study):
     model: str = option("net2", "The network.")
     policies: tuple[str, ...] = option(("sync", "k-sync(k=4)", "k-async(k=4)", "async"), "With commas between.")
     workers: int = option(8, "Virtual workers.")
-    delay: str = option("1+exp(1)", "How long a worker computes on a mini-batch.")
-    rate: float = option(0.5, "Learning rate of plain SGD, for all.")
-    batch_size: int = option(8, "Examples in a worker's mini-batch.")
-    seconds: float = option(2400.0, "Virtual seconds.")
-    points: int = option(120, "Evaluations in that time.")
+    delay: str = option("1+exp(4)", "How long a worker computes on a mini-batch.")
+    rate: float = option(0.1, "Learning rate of plain SGD, for all.")
+    batch_size: int = option(1, "Examples in a worker's mini-batch.")
+    seconds: float = option(8000.0, "Virtual seconds.")
+    points: int = option(100, "Evaluations in that time, more often at first.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +52,7 @@ class TradeOffStudy(Study):
             optimizer=f"sgd(lr={self.rate!r})",
             batch_size=self.batch_size,
             points=self.points,
+            dense_start=True,
         )
         cases = [
             Scenario(policy=policy, workers=self.workers, delay=self.delay, seed=context.seed)
@@ -61,7 +62,6 @@ class TradeOffStudy(Study):
             runs = run_cases(cases, context, seconds=self.seconds, course=course)
         if not runs.done:
             raise KeyboardInterrupt
-        early = self.seconds / 40
         return StudyResult(
             study=self,
             seed=context.seed,
@@ -70,12 +70,12 @@ class TradeOffStudy(Study):
                 Column(name="commits"),
                 Column(name="s/commit", decimals=3),
                 Column(name="staleness"),
-                Column(name=f"loss at {early:g} s", decimals=4),
-                Column(name="loss, last fifth", decimals=4),
-                Column(name=f"{course.problem.metric.name}, last fifth", decimals=4),
+                Column(name="s to half the loss", decimals=1),
+                Column(name="last loss", decimals=4),
+                Column(name=f"last {course.problem.metric.name}", decimals=4),
             ),
-            rows=tuple(_row(learned, early) for _, learned in runs.done),
-            x_axis=Axis(label="virtual seconds"),
+            rows=tuple(_row(learned) for _, learned in runs.done),
+            x_axis=Axis(label="virtual seconds", scale="log"),
             y_axis=Axis(label="test loss", scale="log"),
             series=tuple(curve_series(case, learned) for case, learned in runs.done if learned.curve),
             notes=self._notes(),
@@ -89,17 +89,17 @@ class TradeOffStudy(Study):
             'After "Error-Runtime Tradeoff in SGD Variants" in DS-UA 301, lecture 10 (Dutta et al., 2018).',
             f"{self.problem}, {self.model}, plain SGD with rate {self.rate:g}, {self.workers} workers with batches of "
             f"{self.batch_size}, compute times {self.delay}, messages for nothing, one run a line.",
-            "The last fifth is the mean over the last fifth of the time. Whether a floor is reached by then depends on "
-            "the rate: with a smaller one all floors are lower and later.",
+            "Half the loss is half of that at the start. The last values are means over the last fifth of the time. "
+            "Whether a floor is reached by then depends on the rate: with a smaller one all are lower and later.",
         )
 
 
-def _row(learned: Learned, early: float) -> tuple[Cell, ...]:
+def _row(learned: Learned) -> tuple[Cell, ...]:
     run, curve = learned.run, learned.curve
-    first = next((point.loss for point in curve if point.seconds >= early), math.nan)
-    last = curve[-max(1, len(curve) // 5) :]
-    loss, value = (
-        sum(numbers) / len(last) if last else math.nan
-        for numbers in ([point.loss for point in last], [point.value for point in last])
-    )
-    return run.policy, run.commits, run.iteration, run.staleness, finite(first), finite(loss), finite(value)
+    if not curve:
+        return run.policy, run.commits, run.iteration, run.staleness, None, None, None
+    halved = next((point.seconds for point in curve if point.loss <= curve[0].loss / 2), None)
+    last = [point for point in curve if point.seconds >= 0.8 * curve[-1].seconds]
+    loss = sum(point.loss for point in last) / len(last)
+    value = sum(point.value for point in last) / len(last)
+    return run.policy, run.commits, run.iteration, run.staleness, halved, finite(loss), finite(value)

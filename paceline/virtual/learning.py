@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,9 +53,16 @@ class Learning:
     """
 
     def __init__(
-        self, problem: Problem, workers: int, *, optimizer: str | None, batch_size: int, every: float, seed: int
+        self,
+        problem: Problem,
+        workers: int,
+        *,
+        optimizer: str | None,
+        batch_size: int,
+        times: Sequence[float],
+        seed: int,
     ) -> None:
-        self._problem, self._seed, self._every = problem, seed, every
+        self._problem, self._seed, self._times = problem, seed, times
         seed_streams(derive_seed(seed, "model"))
         self.model = problem.make_model()
         self._optimizer = make_optimizer(optimizer or problem.recipe.optimizer, self.model.parameters())
@@ -113,9 +121,9 @@ class Learning:
         self._commits += 1
 
     def look(self, at: float) -> None:
-        """Evaluate the parameters for all times, a fixed interval apart, that have come since the last commit."""
-        while len(self.curve) * self._every < at:
-            self._add_point(len(self.curve) * self._every)
+        """Evaluate the parameters for all times to look at them that have come since the last commit."""
+        for seconds in itertools.takewhile(lambda time: time < at, self._times[len(self.curve) :]):
+            self._add_point(seconds)
 
     def _add_point(self, seconds: float) -> None:
         if self.curve and self.curve[-1].commits == self._commits:
@@ -151,12 +159,18 @@ class Course:
     optimizer: str | None = None  # None: the problem's own
     batch_size: int | None = None  # of each worker
     points: int = 40  # of the curve
+    dense_start: bool = False  # look more often at first, at the squares of equal steps
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "points"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
+
+    def times(self, seconds: float) -> list[float]:
+        """When to look at the parameters, from 0 to the end."""
+        shares = [place / self.points for place in range(self.points + 1)]
+        return [seconds * (share**2 if self.dense_start else share) for share in shares]
 
 
 class Lesson:
@@ -174,7 +188,7 @@ class Lesson:
             scenario.workers,
             optimizer=course.optimizer,
             batch_size=batch_size,
-            every=seconds / course.points,
+            times=course.times(seconds),
             seed=scenario.seed,
         )
         nbytes = scenario.nbytes or self._learning.nbytes
