@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from paceline.errors import UsageError
 from paceline.policies.messages import NOTHING, WORKER, Action, Actions, Cancel, Continue, Drop, Push, Send, mean_of
@@ -77,12 +77,13 @@ class Gather(ServerPolicy):
         state.version += 1
         self.committed(state, commit.pushes, at)
         actions: list[Action] = [commit]
+        free: dict[int, Any] = state.waiting
+        state.waiting = {}
         if self.cancels and state.under_way:
             late, state.under_way = state.under_way, {}
             actions.append(Cancel(tuple(late), tuple(late.values())))
-            state.waiting.update(dict.fromkeys(late))
-        if state.waiting:
-            free, state.waiting = state.waiting, {}
+            free = {**free, **late}
+        if free:
             actions.append(Send(tuple(free), state.begin_step(free)))  # after the commit: all read what it has made
         return actions
 

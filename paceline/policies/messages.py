@@ -73,7 +73,7 @@ NOTHING: Actions = ()
 def mean_of(pushes: Sequence[Push]) -> Commit:
     """The commit that averages the pushes over their examples."""
     examples = [*map(EXAMPLES, pushes)]
+    if examples.count(examples[0]) == len(examples) and examples[0]:  # as most often: no division for each
+        return Commit(tuple(pushes), (1 / len(examples),) * len(examples))
     total = sum(examples)
-    if total == len(pushes) * examples[0] and len(set(examples)) == 1:  # as most often: no division for each
-        return Commit(tuple(pushes), (1 / len(pushes),) * len(pushes) if total else (0.0,) * len(pushes))
-    return Commit(tuple(pushes), tuple([count / total for count in examples]))
+    return Commit(tuple(pushes), tuple([count / total if total else 0.0 for count in examples]))

@@ -48,8 +48,8 @@ def draw(result: StudyResult, file: Path) -> None:
 
 
 def _legend_columns(labels: list[str], inches: float) -> int:
-    """As many as fit beside each other, at some 11 letters an inch and 6 for the line before each label."""
-    return max(1, min(len(labels), 8, int(11 * inches / (6 + max(map(len, labels))))))
+    """As many as fit beside each other, at some 12.5 letters an inch and 6 for the line before each label."""
+    return max(1, min(len(labels), 8, int(12.5 * inches / (6 + max(map(len, labels))))))
 
 
 def _draw_series(axes: Axes, series: Series, number: int) -> None:
