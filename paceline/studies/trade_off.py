@@ -33,7 +33,7 @@ class TradeOffStudy(Study):
     delay: str = option("1+exp(4)", "How long a worker computes on a mini-batch.")
     rate: float = option(0.1, "Learning rate of plain SGD, for all.")
     batch_size: int = option(1, "Examples in a worker's mini-batch.")
-    seconds: float = option(8000.0, "Virtual seconds.")
+    seconds: float = option(12_000.0, "Virtual seconds.")
     points: int = option(100, "Evaluations in that time, more often at first.")
 
     def __post_init__(self) -> None:
