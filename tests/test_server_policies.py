@@ -36,7 +36,7 @@ def test_sync_waits_for_all() -> None:
 def test_k_sync_takes_the_first_k_and_cancels_the_rest() -> None:
     hand = Hand(KSync(k=2), 4)
     assert hand.push(2) == []
-    assert hand.push(0) == ["commit 2 0", "cancel 1 3", "send 2 0 1 3"]
+    assert hand.push(0) == ["commit 2 0", "cancel 1 3", "send 0 1 2 3"]
     assert hand.busy == [0, 1, 2, 3]
     assert {its.version for its in hand.workers.values()} == {1}
 

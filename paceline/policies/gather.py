@@ -82,10 +82,19 @@ class Gather(ServerPolicy):
         if self.cancels and state.under_way:
             late, state.under_way = state.under_way, {}
             actions.append(Cancel(tuple(late), tuple(late.values())))
-            free = {**free, **late}
+            free = self._in_order(state, free, late)
         if free:
             actions.append(Send(tuple(free), state.begin_step(free)))  # after the commit: all read what it has made
         return actions
+
+    def _in_order(self, state: ServerState, waiting: dict[int, None], late: dict[int, int]) -> dict[int, Any]:
+        """Those who wait and those who were late, in the order of the members, who most often are they all.
+
+        Dictionaries of very many are several times faster to make in that order than in the order of arrival.
+        """
+        if len(waiting) + len(late) == len(state.members):
+            return state.members
+        return {worker: None for worker in state.members if worker in waiting or worker in late}
 
 
 @dataclass(frozen=True, kw_only=True)

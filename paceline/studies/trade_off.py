@@ -19,8 +19,8 @@ from paceline.virtual.simulate import Scenario
 class TradeOffStudy(Study):
     """Train one network under several policies at one learning rate, with real gradients on a virtual clock.
 
-    Every policy starts from the same parameters. Async falls first and ends on a higher floor; sync is the other way
-    round; waiting for k lies between.
+    Every policy starts from the same parameters. Async falls first and ends on a higher floor, sync falls last, and
+    those that wait for k fall in between; who is lowest when the time is up depends on how long it was.
     """
 
     name: ClassVar[str] = "trade-off"
