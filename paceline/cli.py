@@ -328,7 +328,7 @@ class _Studies(click.Group):
             raise click.UsageError(str(unknown_name("study", name, STUDIES)))
         study = STUDIES[name]
         run = functools.partial(_run_study, study)
-        options = [*command_options(study), *_study_options(name)]
+        options = [*command_options(study), *_study_options(f"study-{name}")]
         return click.Command(name, callback=run, params=options, help=study.__doc__, short_help=study.title)
 
 
@@ -340,7 +340,7 @@ def study(context: click.Context) -> None:
         print(context.get_help())
 
 
-def _study_options(name: str) -> list[click.Parameter]:
+def _study_options(folder: str) -> list[click.Parameter]:
     return [
         click.Option(
             ["--data"],
@@ -352,7 +352,7 @@ def _study_options(name: str) -> list[click.Parameter]:
         click.Option(
             ["--out"],
             type=click.Path(path_type=Path),
-            default=Path(f"study-{name}"),
+            default=Path(folder),
             show_default=True,
             help="Directory for result.json, table.md and plot.png.",
         ),
@@ -378,6 +378,38 @@ def _run_study(kind: type[Study], /, data: Path | None, seed: int, out: Path, as
         write_result(result, out)
     if not as_json:
         print(f"result.json, table.md, plot.png: {out}")
+    if result.missing is not None:
+        _fail(result.missing, 130 if result.interrupted else 1)
+
+
+class _Simulate(click.Command):
+    """The command whose options are the fields of ``Simulation``, which is imported only when they are asked for."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*_simulate_options(), *super().get_params(ctx)]
+
+
+@functools.cache
+def _simulate_options() -> list[click.Parameter]:
+    from paceline.studies.options import command_options
+    from paceline.studies.simulation import Simulation
+
+    return [*command_options(Simulation), *_study_options("simulation")]
+
+
+@cli.command(cls=_Simulate)
+def simulate(**options: Any) -> None:
+    """Try policies on a virtual cluster of any size, with or without real gradients.
+
+    \b
+      paceline simulate --policies "sync,k-sync(k=96)" --workers 100
+      paceline simulate --policies sync,async --workers 1,10,100,1000 --delays "1+exp(0.5),exp(1) slow(0, 5)"
+      paceline simulate --policies all-reduce,sync --workers 8,64 --link "50us 10Gbit/s" --size 100MB
+      paceline simulate --problem digits --policies "sync,async,ada-sync(window=20)" --target 0.9
+    """
+    from paceline.studies.simulation import Simulation
+
+    _run_study(Simulation, **options)
 
 
 @cli.group()

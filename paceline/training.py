@@ -19,6 +19,7 @@ from paceline.errors import UsageError, unknown_name
 from paceline.guard import OnNaN
 from paceline.launch.environment import read_world
 from paceline.optim import make_optimizer
+from paceline.peers.exchange import check_live
 from paceline.policies import parse_policy
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.schedules import ScheduleConfig
@@ -120,7 +121,7 @@ def train(
 
 def check_config(config: TrainConfig, problem: Problem, workers: int = 1) -> None:
     """Raise what would be raised by ``train`` before its first step, without making a run."""
-    parse_policy(config.policy)
+    check_live(parse_policy(config.policy), workers)
     pick_device(config.device)
     make_optimizer(config.optimizer or problem.recipe.optimizer, problem.make_model().parameters())
     training_sampler(config, problem, workers)

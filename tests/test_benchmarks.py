@@ -110,3 +110,27 @@ def test_scaling() -> None:
         assert row["shared_cores"] is (row["workers"] > found["cores"])
         if row["workers"] == 1:
             assert row["speed"] == row["efficiency"] == 1
+
+
+def test_oracle() -> None:
+    found = run("oracle.py", "--delays", "exp(1)")
+    assert {row["policy"] for row in found["rows"]} == {"k-sync", "k-batch-sync", "k-async", "k-batch-async"}
+    for row in found["rows"]:
+        assert positive(row, "expected", "found") and row["off"] < 40 and row["allowed"] in (1, 2)
+
+
+def test_virtual_speed() -> None:
+    found = run("virtual_speed.py")
+    assert [row["policy"] for row in found["rows"]] == ["k-sync(k=500)", "k-async(k=10)"]
+    for row in found["rows"]:
+        assert positive(row, "seconds", "allowed", "megabytes")
+        assert row["pushes"] == row["commits"] * int(row["policy"].strip(")").split("=")[1])
+
+
+def test_ada_sync() -> None:
+    found = run("ada_sync.py")
+    assert len(found["curves"]) == 5 and len(found["rows"]) == 12
+    losses = [row["loss"] for row in found["rows"]]
+    assert losses == sorted(losses, reverse=True)
+    assert found["worst"] == max(row["ratio"] for row in found["rows"])
+    assert all(row["ratio"] == row["ada"] / row["best"] for row in found["rows"])

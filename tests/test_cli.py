@@ -58,6 +58,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "policy": (["train", "--policy", "all-redce"], "Did you mean 'all-reduce'"),
     "policy's option": (["train", "--policy", "all-reduce(overlp=true)"], "overlap"),
     "policy's form": (["train", "--policy", "all-reduce("], "all-reduce"),
+    "policy of a server": (["train", "--workers", "2", "--policy", "async"], "parameter server.*paceline simulate"),
     "optimizer": (["train", "--optimizer", "adm(lr=0.1)"], "Did you mean 'adam'"),
     "optimizer's option": (["train", "--optimizer", "sgd(momentm=0.9)"], "momentum"),
     "optimizer's value": (["train", "--optimizer", "sgd(lr=-1)"], "lr|learning rate"),

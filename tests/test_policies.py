@@ -12,11 +12,34 @@ import pytest
 
 import paceline.policies
 from paceline.errors import UsageError
-from paceline.policies import POLICIES, AllReduce, PeersPolicy, Policy, parse_policy
+from paceline.policies import (
+    POLICIES,
+    SSP,
+    AdaSync,
+    AllReduce,
+    Async,
+    KAsync,
+    KBatchAsync,
+    KBatchSync,
+    KSync,
+    PeersPolicy,
+    Policy,
+    Sync,
+    parse_policy,
+)
 
 ALL_POLICIES: list[Policy] = [
     AllReduce(),
     AllReduce(bucket_cap_mb=0, first_bucket_mb=0.25, overlap=False),
+    Sync(),
+    Async(),
+    KSync(k=3),
+    KBatchSync(k=1),
+    KAsync(k=100),
+    KBatchAsync(k=7),
+    SSP(bound=0),
+    AdaSync(),
+    AdaSync(k0=2, over="k-batch-async", rule="root", window=0.5),
 ]
 FILES = sorted(Path(paceline.policies.__file__).parent.rglob("*.py"))
 NOT_PURE = {"torch", "socket", "time", "random", "numpy", "zmq", "threading", "os"}
@@ -116,3 +139,28 @@ def test_unknown_names_get_the_nearest() -> None:
 def test_other_things_than_policies_are_refused(wrong: Any) -> None:
     with pytest.raises(UsageError, match="wanted a policy or its text form"):
         parse_policy(wrong)
+
+
+@pytest.mark.parametrize("name", ["k-sync", "k-batch-sync", "k-async", "k-batch-async"])
+def test_a_commit_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"k must be at least 1, got 0; for example {name}\(k=3\)"):
+        parse_policy(f"{name}(k=0)")
+    with pytest.raises(UsageError, match="needs the option k"):
+        parse_policy(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("ssp(bound=-1)", "bound must be at least 0, got -1"),
+        ("ada-sync(k0=0)", "k0 must be above 0 and finite, got 0"),
+        ("ada-sync(k0=inf)", "k0 must be above 0"),
+        ("ada-sync(window=-1)", "window must be finite and at least 0"),
+        ("ada-sync(window=inf)", "window must be finite and at least 0"),
+        ("ada-sync(over=sync)", "over wants"),
+        ("ada-sync(rule=cubic)", "rule wants"),
+    ],
+)
+def test_impossible_options_are_refused(text: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        parse_policy(text)

@@ -21,7 +21,18 @@ from paceline.cli import main
 from paceline.errors import PacelineError, UsageError
 from paceline.report import plots
 from paceline.spec import from_spec
-from paceline.studies import STUDIES, OptimizersStudy, Study, StudyContext, StudyResult, files, optimizers
+from paceline.studies import (
+    STUDIES,
+    CommunicationStudy,
+    OptimizersStudy,
+    StragglersStudy,
+    Study,
+    StudyContext,
+    StudyResult,
+    TradeOffStudy,
+    files,
+    optimizers,
+)
 from paceline.studies.files import as_json, as_markdown, check_folder, write_result
 from paceline.studies.options import command_options
 from paceline.studies.study import Axis, Column, Series, option
@@ -38,7 +49,11 @@ QUICK: dict[str, Study] = {
         networks=("net1", "net2"),
         optimizers=("momentum", "adam"),
     ),
+    "communication": CommunicationStudy(workers=(2, 8), messages=("4kB", "25MB")),
+    "stragglers": StragglersStudy(workers=(4, 40), iterations=30),
+    "trade-off": TradeOffStudy(problem="digits", policies=("sync", "async"), seconds=20.0, points=5),
 }
+FORMULAS = {"communication"}  # nothing random in them, and nothing for threads to do
 QUICK_ARGUMENTS = [
     "study", "optimizers", "--problem", "digits", "--steps", "30", "--evaluate-every", "10",
     "--networks", "net1,net2", "--optimizers", "momentum,adam",
@@ -105,7 +120,7 @@ def test_a_result_is_the_same_for_the_same_seed_apart_from_times(name: str) -> N
     first, second = (json.loads(as_json(result)) for result in (quick_result(name), again))
     assert json.dumps(without_times(first)) == json.dumps(without_times(second))
     other = json.loads(as_json(quick_result(name, seed=1)))
-    assert without_times(other)["series"] != without_times(first)["series"]
+    assert (without_times(other)["series"] == without_times(first)["series"]) == (name in FORMULAS)
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -135,7 +150,7 @@ def test_progress_grows_to_its_total(name: str) -> None:
     assert all(text for text, _, _ in told)
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", sorted(set(STUDIES) - FORMULAS))
 def test_threads_are_as_before(name: str) -> None:
     torch.set_num_threads(2)
     inside = set()

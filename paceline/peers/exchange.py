@@ -82,9 +82,18 @@ def connect(model: nn.Module, policy: Policy, *, group: Any, place: tuple[int, i
         return Alone()
     if peers.size == 1:
         return Alone()
-    if not isinstance(policy, AllReduce):
-        raise UsageError(f"policy {policy} cannot run on {peers.size} workers")
+    check_live(policy, peers.size)
+    assert isinstance(policy, AllReduce)
     return AllReduceExchange(model, peers, policy)
+
+
+def check_live(policy: Policy, workers: int) -> None:
+    """Raise if real workers cannot run under the policy; one alone can under any."""
+    if workers > 1 and not isinstance(policy, AllReduce):
+        raise UsageError(
+            f"policy {policy} cannot run on {workers} workers: it needs a parameter server, of which there is only a "
+            f"virtual one yet. Use all-reduce, or try: paceline simulate --policies '{policy}' --workers {workers}"
+        )
 
 
 class Alone:

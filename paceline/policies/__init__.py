@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from paceline.errors import UsageError
+from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
+from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
+from paceline.policies.server import ServerPolicy
+from paceline.policies.ssp import SSP
 from paceline.spec import from_spec
 
-__all__ = ["POLICIES", "AllReduce", "PeersPolicy", "Policy", "parse_policy"]
+__all__ = [
+    "POLICIES",
+    "SSP",
+    "AdaSync",
+    "AllReduce",
+    "Async",
+    "KAsync",
+    "KBatchAsync",
+    "KBatchSync",
+    "KSync",
+    "PeersPolicy",
+    "Policy",
+    "ServerPolicy",
+    "Sync",
+    "parse_policy",
+]
 
-POLICIES: dict[str, type[Policy]] = {AllReduce.name: AllReduce}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (AllReduce, Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
+}
 
 
 def parse_policy(policy: str | Policy) -> Policy:

@@ -41,10 +41,15 @@ def draw(result: StudyResult, file: Path) -> None:
         [handles[label] for label in labels],
         labels,
         loc="outside lower center",
-        ncols=min(len(labels), 8),
+        ncols=_legend_columns(labels, figure.get_figwidth()),
         frameon=False,
     )
     figure.savefig(file, dpi=_DOTS_PER_INCH, format="png")
+
+
+def _legend_columns(labels: list[str], inches: float) -> int:
+    """As many as fit beside each other, at some 12.5 letters an inch and 6 for the line before each label."""
+    return max(1, min(len(labels), 8, int(12.5 * inches / (6 + max(map(len, labels))))))
 
 
 def _draw_series(axes: Axes, series: Series, number: int) -> None:

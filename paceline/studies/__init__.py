@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from paceline.studies.communication import CommunicationStudy
 from paceline.studies.optimizers import OptimizersStudy
+from paceline.studies.stragglers import StragglersStudy
 from paceline.studies.study import Study, StudyContext, StudyResult
+from paceline.studies.trade_off import TradeOffStudy
 
-__all__ = ["STUDIES", "OptimizersStudy", "Study", "StudyContext", "StudyResult"]
+__all__ = [
+    "STUDIES",
+    "CommunicationStudy",
+    "OptimizersStudy",
+    "StragglersStudy",
+    "Study",
+    "StudyContext",
+    "StudyResult",
+    "TradeOffStudy",
+]
 
-STUDIES: dict[str, type[Study]] = {OptimizersStudy.name: OptimizersStudy}
+STUDIES: dict[str, type[Study]] = {
+    study.name: study for study in (OptimizersStudy, CommunicationStudy, StragglersStudy, TradeOffStudy)
+}

@@ -44,15 +44,34 @@ def _without_none(hint: Any) -> Any:
 
 
 def _comma_separated(item: type) -> Callable[[Any], tuple[Any, ...]]:
-    """Make the function that reads values with commas between, as in ``net1,net2``, into a tuple."""
+    """Make the function that reads values with commas between, as in ``net1,net2``, into a tuple.
+
+    Commas inside brackets are part of a value: ``sync,ada-sync(k0=2, window=5)`` are two.
+    """
 
     def read(value: Any) -> tuple[Any, ...]:
         if isinstance(value, tuple):  # a default
             return value
-        pieces = [piece.strip() for piece in str(value).split(",")]
+        pieces = [piece.strip() for piece in split_outside_brackets(str(value))]
         try:
             return tuple(item(piece) for piece in pieces if piece)
         except ValueError as error:
             raise ValueError(f"{value!r} is not {_WORDS[item]},... with commas between.") from error
 
     return read
+
+
+def split_outside_brackets(text: str) -> list[str]:
+    """Split at the commas that are in no brackets.
+
+    >>> split_outside_brackets("sync,ada-sync(k0=2, window=5)")
+    ['sync', 'ada-sync(k0=2, window=5)']
+    """
+    pieces, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth <= 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return pieces

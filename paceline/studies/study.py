@@ -101,6 +101,9 @@ class StudyResult:
     y_axis: Axis
     series: tuple[Series, ...]
     notes: tuple[str, ...] = ()
+    records: tuple[dict[str, Any], ...] = ()  # more than fits into the table, for machines; fit for JSON
+    missing: str | None = None  # what the result falls short of, such as a target that was not reached
+    interrupted: bool = False  # it is what was known when the user broke off
 
     def as_dict(self) -> dict[str, Any]:
         """Give everything as lists, dicts and plain values, fit for JSON."""

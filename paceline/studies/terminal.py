@@ -29,12 +29,17 @@ def progress_bar() -> Iterator[Tell]:
 
 def print_table(result: StudyResult) -> None:
     """Print the table and the notes of a result to stdout."""
+    rows = shown_rows(result)
     table = Table(title=result.study.title, title_justify="left")
-    for column, right in zip(result.columns, numeric_columns(result), strict=True):
-        table.add_column(column.name, justify="right" if right else "left", no_wrap=not right)
-    for cells in shown_rows(result):
-        table.add_row(*cells)
+    needed = 1
+    for place, right in enumerate(numeric_columns(result)):
+        name = result.columns[place].name
+        table.add_column(name, justify="right" if right else "left")
+        needed += max(map(len, (name, *(row[place] for row in rows)))) + 3
+    for row in rows:
+        table.add_row(*row)
     console = Console(highlight=False, markup=False)
-    console.print(table)
+    # Numbers cut short would be wrong numbers: a table that does not fit is printed as wide as it has to be.
+    Console(width=max(console.width, needed), highlight=False, markup=False).print(table)
     for note in result.notes:
         console.print(f"- {note}")

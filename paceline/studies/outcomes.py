@@ -1,0 +1,121 @@
+"""Rows, curves and records of what virtual clusters did, for the tables, plots and JSON of studies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.policies import parse_policy
+from paceline.studies.study import Cell, Column, Series
+from paceline.virtual.formulas import NoFormulaError, iteration_time, mean_staleness
+from paceline.virtual.learning import Learned
+from paceline.virtual.links import Link, parse_link
+from paceline.virtual.simulate import Scenario, as_record
+
+_STALENESS_BINS = 40  # of the plot
+
+TIMES = (
+    Column(name="policy"),
+    Column(name="workers"),
+    Column(name="delay"),
+    Column(name="s/commit", decimals=4),
+    Column(name="+-", decimals=4),
+    Column(name="formula", decimals=4),
+    Column(name="examples/s"),
+    Column(name="efficiency %", decimals=1),
+    Column(name="stale"),
+    Column(name="waits %", decimals=1),
+    Column(name="wasted %", decimals=1),
+    Column(name="MB/commit"),
+)
+
+
+def times_row(case: Scenario, learned: Learned) -> tuple[Cell, ...]:
+    """A row of the table ``TIMES``."""
+    run = learned.run
+    return (
+        run.policy,
+        run.workers,
+        run.delay,
+        run.iteration,
+        run.iteration_error,
+        formula_of(case),
+        finite(run.throughput),
+        None if run.efficiency is None else 100 * run.efficiency,
+        run.staleness,
+        100 * run.waiting,
+        100 * run.thrown_away,
+        (run.bytes_in + run.bytes_out) / run.commits / 1e6,
+    )
+
+
+def formula_of(case: Scenario) -> float | None:
+    """The closed form of the time per commit, if one is known and messages take no time."""
+    policy = parse_policy(case.policy)
+    name = "sync" if policy.name == "all-reduce" else policy.name
+    if parse_link(case.link) != Link() or name in ("ssp", "ada-sync"):
+        return None
+    try:
+        return finite(iteration_time(name, case.compute, case.workers, getattr(policy, "k", 1)))
+    except NoFormulaError:
+        return None
+
+
+def staleness_formula(case: Scenario) -> float | None:
+    policy = parse_policy(case.policy)
+    name = "sync" if policy.name == "all-reduce" else policy.name
+    return None if name in ("ssp", "ada-sync") else mean_staleness(name, case.workers, getattr(policy, "k", 1))
+
+
+def finite(number: float) -> float | None:
+    """The number, or None where JSON has no word for it."""
+    return number if math.isfinite(number) else None
+
+
+def record_of(learned: Learned) -> dict[str, Any]:
+    """Everything that was measured, fit for JSON."""
+    points = [dataclasses.asdict(point) for point in learned.curve]
+    curve = [{name: finite(value) for name, value in point.items()} for point in points]
+    return {**as_record(learned.run), "curve": curve}
+
+
+def curve_series(case: Scenario, learned: Learned) -> Series:
+    """Test loss against virtual time; where it is no number any more the curve ends."""
+    good = [point for point in learned.curve if math.isfinite(point.loss)]
+    panel = f"{case.workers} workers, {case.delay}"
+    return Series(
+        label=str(case.policy),
+        panel=panel,
+        x=tuple(point.seconds for point in good),
+        y=tuple(point.loss for point in good),
+    )
+
+
+def staleness_series(case: Scenario, learned: Learned) -> Series:
+    """How many of the pushes were how stale; where that varies much, the mean of neighbours."""
+    histogram, pushes = learned.run.staleness_histogram, learned.run.pushes
+    width = 1 + max(histogram) // _STALENESS_BINS
+    bins: Counter[int] = Counter()
+    for staleness, count in histogram.items():
+        bins[staleness // width] += count
+    return Series(
+        label=str(case.policy),
+        panel=f"{case.workers} workers, {case.delay}",
+        x=tuple(place * width + (width - 1) / 2 for place in sorted(bins)),
+        y=tuple(bins[place] / width / pushes for place in sorted(bins)),
+    )
+
+
+def series_over_workers(points: Sequence[tuple[Scenario, float | None]]) -> tuple[Series, ...]:
+    """A curve for every delay (its panel) and policy, over the number of workers."""
+    groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for case, value in sorted(points, key=lambda point: point[0].workers):
+        if value is not None:
+            groups.setdefault((str(case.delay), str(case.policy)), []).append((case.workers, value))
+    return tuple(
+        Series(label=policy, panel=f"delay {delay}", x=tuple(x for x, _ in pairs), y=tuple(y for _, y in pairs))
+        for (delay, policy), pairs in groups.items()
+    )

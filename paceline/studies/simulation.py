@@ -1,0 +1,212 @@
+"""Policies x workers x delays on the virtual cluster: what ``paceline simulate`` runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+from paceline.errors import UsageError, unknown_name
+from paceline.problems import Problem, ProblemOptions, load_problem
+from paceline.studies.cases import Runs, run_cases
+from paceline.studies.outcomes import (
+    TIMES,
+    curve_series,
+    finite,
+    formula_of,
+    record_of,
+    series_over_workers,
+    staleness_formula,
+    staleness_series,
+    times_row,
+)
+from paceline.studies.study import (
+    Axis,
+    Cell,
+    Column,
+    Series,
+    Study,
+    StudyContext,
+    StudyResult,
+    one_thread,
+    option,
+)
+from paceline.virtual.formulas import NoFormulaError
+from paceline.virtual.learning import Course, Learned
+from paceline.virtual.quantities import SIZES, read_quantity
+from paceline.virtual.simulate import Scenario
+
+Depth = Literal["formula", "time"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation(Study):
+    """Try policies on a virtual cluster, of any size; with a problem, with real gradients on a virtual clock."""
+
+    name: ClassVar[str] = "simulate"
+    title: ClassVar[str] = "Policies on a virtual cluster"
+
+    policies: tuple[str, ...] = option(("sync", "k-sync(k=4)", "k-async(k=4)", "async"), "With commas between.")
+    workers: tuple[int, ...] = option((8,), "Numbers of workers.")
+    delays: tuple[str, ...] = option(("1+exp(0.5)",), "How long a worker computes on a mini-batch.")
+    depth: str = option("time", "formula: closed forms only, where there are any.")
+    commits: int = option(1000, "Commits of every run without a problem.")
+    link: str = option("instant", "Of the server, or of every peer, such as 50us 10Gbit/s.")
+    size: str | None = option(None, "Of the parameters, such as 25MB.  [default: the model's]")
+    examples: int = option(1, "In a mini-batch; under strong scaling, in that of all workers.")
+    scaling: str = option("weak", "weak, or strong: the workers share one mini-batch.")
+    topology: str = option("ring", "Of all-reduce: ring, tree or two-level.")
+    hosts: int = option(1, "Of a two-level topology; link is then between hosts.")
+    inside: str = option("instant", "Link inside the hosts.")
+    notice: float = option(10.0, "Seconds after which a failed worker is found out.")
+    problem: str | None = option(None, "Train this with real gradients.")
+    model: str | None = option(None, "Another model than the problem's own.")
+    optimizer: str | None = option(None, "Of the server.  [default: the problem's]")
+    batch_size: int | None = option(None, "Of each worker.  [default: the problem's]")
+    seconds: float = option(500.0, "Virtual seconds of every run with a problem.")
+    points: int = option(40, "Evaluations in that time.")
+    target: float | None = option(None, "Of the problem's metric: when is it reached?")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.depth not in get_args(Depth):
+            raise unknown_name("depth", self.depth, get_args(Depth))
+        for name in ("policies", "workers", "delays"):
+            if not getattr(self, name):
+                raise UsageError(f"--{name} is empty: name at least one, as in {Simulation.__dict__[name]}")
+        if self.commits < 1:
+            raise UsageError(f"commits must be at least 1, got {self.commits}")
+        if not 0 < self.seconds < math.inf:
+            raise UsageError(f"seconds must be above 0 and finite, got {self.seconds:g}")
+        if self.target is not None and self.problem is None:
+            raise UsageError("a target is one of a problem's metric: name the problem too, as in --problem digits")
+        if self.depth == "formula" and self.problem is not None:
+            raise UsageError("formulas know no problem: leave out --depth formula or --problem")
+
+    def run(self, context: StudyContext) -> StudyResult:
+        cases = self._cases(context)
+        if self.depth == "formula":
+            return self._formulas(cases, context)
+        with one_thread():
+            problem, course = self._course(context)
+            runs = run_cases(cases, context, commits=self.commits, seconds=self.seconds, course=course)
+        if not runs.done:
+            raise KeyboardInterrupt
+        return self._result(runs, problem, context, len(cases))
+
+    def _cases(self, context: StudyContext) -> list[Scenario]:
+        shared: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("link", "examples", "scaling", "topology", "hosts", "inside", "notice")
+        }
+        nbytes = 0.0 if self.size is None else read_quantity(self.size, SIZES)
+        return [
+            Scenario(policy=policy, workers=workers, delay=delay, nbytes=nbytes, seed=context.seed, **shared)
+            for delay in self.delays
+            for workers in self.workers
+            for policy in self.policies
+        ]
+
+    def _course(self, context: StudyContext) -> tuple[Problem | None, Course | None]:
+        if self.problem is None:
+            return None, None
+        options = ProblemOptions(data=context.data, model=self.model, seed=context.seed)
+        problem = load_problem(self.problem, options)
+        return problem, Course(
+            problem=problem, optimizer=self.optimizer, batch_size=self.batch_size, points=self.points
+        )
+
+    def _formulas(self, cases: list[Scenario], context: StudyContext) -> StudyResult:
+        found: list[tuple[Scenario, float | None]] = []
+        for number, case in enumerate(cases):
+            context.tell(str(case.policy), number, len(cases))
+            case.check(has_loss=True)
+            found.append((case, formula_of(case)))
+        context.tell("done", len(cases), len(cases))
+        if not series_over_workers(found):
+            raise NoFormulaError("no formula is known for any of these; leave out --depth formula to simulate them")
+        return StudyResult(
+            study=self,
+            seed=context.seed,
+            columns=(*TIMES[:3], Column(name="s/commit", decimals=4), Column(name="stale")),
+            rows=tuple(
+                (str(case.policy), case.workers, str(case.delay), seconds, staleness_formula(case))
+                for case, seconds in found
+            ),
+            x_axis=Axis(label="workers", scale="log"),
+            y_axis=Axis(label="seconds per commit", scale="log"),
+            series=series_over_workers(found),
+            notes=("Closed forms (Dutta et al., 2018); messages take no time. A - stands where none is known.",),
+        )
+
+    def _result(self, runs: Runs, problem: Problem | None, context: StudyContext, asked: int) -> StudyResult:
+        columns, rows = list(TIMES), [times_row(case, learned) for case, learned in runs.done]
+        if problem is not None:
+            columns += [Column(name="loss", decimals=4), Column(name=problem.metric.name, decimals=4)]
+            columns += [] if self.target is None else [Column(name=f"s to {self.target:g}", decimals=1)]
+            rows = [(*row, *self._learned(problem, run)) for row, (_, run) in zip(rows, runs.done, strict=True)]
+        x_axis, y_axis, series = self._plot(runs, problem)
+        return StudyResult(
+            study=self,
+            seed=context.seed,
+            columns=tuple(columns),
+            rows=tuple(rows),
+            x_axis=x_axis,
+            y_axis=y_axis,
+            series=series,
+            notes=self._notes(problem),
+            records=tuple(record_of(learned) for _, learned in runs.done),
+            missing=self._missing(runs, problem, asked),
+            interrupted=runs.interrupted,
+        )
+
+    def _learned(self, problem: Problem, learned: Learned) -> tuple[Cell, ...]:
+        last = learned.curve[-1] if learned.curve else None
+        shown = (None, None) if last is None else (finite(last.loss), finite(last.value))
+        return shown if self.target is None else (*shown, learned.time_to(problem, self.target))
+
+    def _missing(self, runs: Runs, problem: Problem | None, asked: int) -> str | None:
+        if runs.interrupted:
+            return f"interrupted in run {len(runs.done)} of {asked}; the last one is cut short"
+        if self.target is None or problem is None:
+            return None
+        late = [str(case.policy) for case, learned in runs.done if learned.time_to(problem, self.target) is None]
+        if not late:
+            return None
+        return (
+            f"{problem.metric.name} {self.target:g} was not reached by {', '.join(late)} within {self.seconds:g} "
+            "virtual seconds; give more with --seconds, or a nearer --target"
+        )
+
+    def _plot(self, runs: Runs, problem: Problem | None) -> tuple[Axis, Axis, tuple[Series, ...]]:
+        if problem is not None:
+            return (
+                Axis(label="virtual seconds"),
+                Axis(label="test loss", scale="log"),
+                tuple(curve_series(case, learned) for case, learned in runs.done if learned.curve),
+            )
+        if len(self.workers) > 1:
+            throughput = [(case, finite(learned.run.throughput)) for case, learned in runs.done]
+            axes = Axis(label="workers", scale="log"), Axis(label="examples per second", scale="log")
+            return (*axes, series_over_workers(throughput))
+        return (
+            Axis(label="staleness in commits"),
+            Axis(label="share of pushes", scale="log"),
+            tuple(staleness_series(case, learned) for case, learned in runs.done),
+        )
+
+    def _notes(self, problem: Problem | None) -> tuple[str, ...]:
+        notes = [
+            "Seconds are those of the virtual clock: compute times as drawn, and messages as the link's model has "
+            "them. Efficiency is throughput over that of as many workers who compute alone and never wait. Stale "
+            "are commits between read and use, on average. Waits and wasted (cancelled, or too late) are shares of the "
+            "workers' time.",
+            "The formula is the closed form of the time per commit without messages, where one is known; +- is the "
+            "standard error of the mean as if commits were independent.",
+        ]
+        if problem is not None:
+            notes.append(
+                f"{problem.name} with real gradients, each on the parameters that its worker had; one process, the "
+                "same bits for the same seed."
+            )
+        return tuple(notes)

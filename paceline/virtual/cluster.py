@@ -1,0 +1,264 @@
+"""The virtual cluster: a driver of server policies on a clock that jumps from event to event."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from paceline.errors import UsageError
+from paceline.policies import ServerPolicy
+from paceline.policies.messages import Actions, Cancel, Commit, Continue, Drop, Push, Send, pushes_of
+from paceline.seeding import derive_seed
+from paceline.virtual.agenda import Agenda, Batch, Event, Numbers, Times
+from paceline.virtual.delays import Changed, Delay
+from paceline.virtual.network import Instant, Network
+from paceline.virtual.tally import Tally
+
+_DRAWN_AT_ONCE = 1024
+
+
+class Work(Protocol):
+    """What workers compute, where more than its time matters."""
+
+    def begin(self, workers: Sequence[int], version: int | None) -> None:
+        """The workers begin a step on the newest parameters, of that version; None: on those that they have."""
+        ...
+
+    def end(self, worker: int, step: int) -> tuple[float, int]:
+        """A worker's step has ended: its loss, and of how many examples."""
+        ...
+
+    def cancel(self, workers: Sequence[int]) -> None:
+        """The workers' steps are off."""
+        ...
+
+    def commit(self, pushes: Sequence[Push], weights: Sequence[float], at: float) -> None:
+        """Update the parameters with these pushes."""
+        ...
+
+    def drop(self, push: Push) -> None:
+        """A push is thrown away."""
+        ...
+
+
+class Cluster:
+    """Run a policy on virtual workers; compute times are drawn from ``delay``, messages take what ``network`` says.
+
+    Cancels take effect at once. A worker that fails is told to the policy as one that has left, ``notice`` seconds
+    after the failure. The same seed gives the same run, bit for bit.
+    """
+
+    def __init__(
+        self,
+        policy: ServerPolicy,
+        workers: int,
+        delay: Delay,
+        *,
+        network: Network | None = None,
+        work: Work | None = None,
+        examples: int = 1,
+        notice: float = 10.0,
+        seed: int = 0,
+    ) -> None:
+        self._policy, self._delay, self._work = policy, delay, work
+        self.workers = workers
+        self.network = network or Instant(0.0)
+        self.tally = Tally()
+        self.now = 0.0
+        self.version = 0
+        self.state = policy.begin(workers)
+        delay.check_workers(workers)
+        self.examples, self._notice = examples, notice
+        self._random = np.random.Generator(np.random.PCG64(derive_seed(seed, "delays")))
+        self._agenda = Agenda(workers)
+        self._events: Iterator[Event] = iter(self._agenda)
+        self._versions = np.zeros(workers, dtype=np.int64)
+        self._began = np.zeros(workers)
+        self._ends = np.zeros(workers)
+        self._failed: dict[int, float] = {}  # since when
+        self._drawn: list[float] = []
+        self._start()
+
+    def run(self, *, commits: int | None = None, seconds: float = math.inf) -> None:
+        """Let the clock run until there are so many commits, or so many seconds have passed."""
+        with _collector_paused() if self._work is None else contextlib.nullcontext():
+            self._run(math.inf if commits is None else commits, seconds)
+
+    def _run(self, commits: float, seconds: float) -> None:
+        together = self._work is None and isinstance(self.network, Instant) and seconds == math.inf
+        while event := next(self._events, None):
+            at, worker, batch = event
+            if at > seconds:
+                self.now = max(self.now, seconds)
+                self._events = itertools.chain([event], self._events)  # for a run that goes on
+                return
+            self.now = at
+            if batch.call is not None:
+                batch.call(at)
+            elif not (together and batch.alive and self._end_together(worker, batch)):
+                self._end(worker, batch.step, batch.version, at)
+            if self.version >= commits:
+                return
+        raise UsageError(self._stalled())
+
+    @property
+    def computed(self) -> float:
+        """Seconds that workers have computed, up to now."""
+        return self.tally.computed - float(np.maximum(0.0, self._ends - self.now).sum())
+
+    def mean_times(self) -> list[float]:
+        """How long each worker computes on a mini-batch, on average."""
+        return [self._delay.mean(worker) for worker in range(self.workers)]
+
+    @property
+    def failed(self) -> float:
+        """Seconds that have passed for workers after their failure."""
+        return sum(self.now - at for at in self._failed.values())
+
+    def _start(self) -> None:
+        for worker in range(self.workers):
+            self._policy.joined(self.state, worker, 0, 0.0)
+        for worker in range(self.workers):
+            self._carry_out(self._policy.asked(self.state, worker, 0.0), 0.0)
+
+    def _end(self, worker: int, step: int, version: int, at: float) -> None:
+        """A worker has ended its step and sends its gradient."""
+        loss, examples = (None, self.examples) if self._work is None else self._work.end(worker, step)
+        push = Push(worker, 0, step, version, examples, loss)
+        arrives = self.network.push(at)
+        if arrives > at:
+            seconds = float(self._ends[worker] - self._began[worker])
+            self._agenda.call(arrives, functools.partial(self._arrive, push, seconds))
+        else:
+            self._carry_out(self._policy.pushed(self.state, push, at), at)
+
+    def _end_together(self, worker: int, batch: Batch) -> bool:
+        """Hand over the worker and those who end next, as far as the policy says that it will have no answer."""
+        room = self._policy.room(self.state)
+        others = self._agenda.take(batch, room - 1) if room > 1 else []
+        if others:
+            pushes = pushes_of([worker, *others], batch.step, batch.version, self.examples)
+            self.now = batch.times[batch.place - 1]
+            self.network.bytes_in += len(pushes) * self.network.nbytes
+            self._carry_out(self._policy.pushed_together(self.state, pushes, self.now), self.now)
+        return bool(others)
+
+    def _arrive(self, push: Push, seconds: float, at: float) -> None:
+        actions = self._policy.pushed(self.state, push, at)
+        if any(isinstance(action, Drop) for action in actions):
+            self.tally.thrown_away += seconds
+        self._carry_out(actions, at)
+
+    def _leave(self, worker: int, at: float) -> None:
+        self._carry_out(self._policy.left(self.state, worker, at), at)
+
+    def _carry_out(self, actions: Actions, at: float) -> None:
+        for action in actions:
+            if isinstance(action, Commit):
+                self.tally.commit(action.pushes, self.version, at)
+                self.version += 1
+                if self._work is not None:
+                    self._work.commit(action.pushes, action.weights, at)
+            elif isinstance(action, Send):
+                self._send(action.workers, action.step, at)
+            elif isinstance(action, Continue):
+                self._continue(action.worker, action.step, at)
+            elif isinstance(action, Cancel):
+                self._cancel(action.workers, at)
+            else:
+                self.tally.dropped += 1
+                if self._work is not None:
+                    self._work.drop(action.push)
+
+    def _send(self, workers: tuple[int, ...], step: int, at: float) -> None:
+        if self._work is not None:
+            self._work.begin(workers, self.version)
+        begin = self.network.send(at, len(workers))
+        if len(workers) == 1:
+            self._begin_one(workers[0], step, float(begin[0]), self.version)
+        else:
+            self._begin(np.fromiter(workers, np.int64, len(workers)), step, begin)
+
+    def _continue(self, worker: int, step: int, at: float) -> None:
+        if self._work is not None:
+            self._work.begin((worker,), None)
+        self._begin_one(worker, step, at, int(self._versions[worker]))
+
+    def _begin(self, workers: Numbers, step: int, begin: Times) -> None:
+        """The workers begin the step on the newest parameters, each at its time."""
+        ends = begin + self._delay.sample(self._random, workers, begin)
+        self._versions[workers] = self.version
+        self._began[workers] = begin
+        self._ends[workers] = ends
+        fine = np.isfinite(ends)
+        if not fine.all():
+            for worker in workers[~fine].tolist():
+                self._fail(worker)
+            workers, begin, ends = workers[fine], begin[fine], ends[fine]
+        self.tally.computed += float((ends - begin).sum())
+        if len(workers):
+            self._agenda.begin(ends, workers, step, self.version)
+
+    def _begin_one(self, worker: int, step: int, begin: float, version: int) -> None:
+        """The same for one worker, without the cost of arrays."""
+        end = begin + self._draw_one(worker, begin)
+        self._versions[worker] = version
+        self._began[worker] = begin
+        self._ends[worker] = end
+        if end < math.inf:
+            self.tally.computed += end - begin
+            self._agenda.begin_one(end, worker, step, version)
+        else:
+            self._fail(worker)
+
+    def _draw_one(self, worker: int, at: float) -> float:
+        if isinstance(self._delay, Changed):
+            return float(self._delay.sample(self._random, np.array([worker]), at)[0])
+        if not self._drawn:  # alike for all workers at all times, so that many can be drawn at once
+            self._drawn = self._delay.sample(self._random, np.zeros(_DRAWN_AT_ONCE, dtype=np.int64)).tolist()
+        return self._drawn.pop()
+
+    def _fail(self, worker: int) -> None:
+        """A worker will never end the step that it begins; the policy hears of it later."""
+        began = float(self._began[worker])
+        self._ends[worker] = began
+        if self._work is not None:
+            self._work.cancel([worker])
+        if worker not in self._failed:
+            self._failed[worker] = at = max(self._delay.fails_at(worker), began)
+            self.tally.computed += at - began
+            self._agenda.call(at + self._notice, functools.partial(self._leave, worker))
+
+    def _cancel(self, workers: tuple[int, ...], at: float) -> None:
+        # Those who have ended their steps meanwhile are left out: their pushes are on the way, and will be dropped.
+        running = self._agenda.cancel(np.fromiter(workers, np.int64, len(workers)))
+        spent = np.maximum(0.0, at - self._began[running])
+        self.tally.thrown_away += float(spent.sum())
+        self.tally.computed -= float((self._ends[running] - self._began[running] - spent).sum())
+        self.tally.cancelled += len(running)
+        self._ends[running] = at
+        if self._work is not None:
+            self._work.cancel(running.tolist())
+
+    def _stalled(self) -> str:
+        waiting = f"{len(self.state.waiting)} of {self.workers} workers wait"
+        return f"policy {self._policy} came to a standstill at {self.now:g} s, after {self.version} commits: {waiting}"
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep Python's collector of cycles quiet: pushes make none, and it took a third of the time of large clusters."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

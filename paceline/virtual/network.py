@@ -1,0 +1,83 @@
+"""How long messages between virtual workers and their server take, or the exchange of peers, and how many bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+
+from paceline.virtual.agenda import Times
+from paceline.virtual.links import Link
+
+
+class Network(ABC):
+    """What the cluster asks; ``nbytes`` is the size of one set of parameters or gradients."""
+
+    def __init__(self, nbytes: float) -> None:
+        self.nbytes = nbytes
+        self.bytes_in = 0.0  # to the server
+        self.bytes_out = 0.0  # from it, or between peers; each byte on the wire counts once
+
+    @abstractmethod
+    def push(self, at: float) -> float:
+        """When a gradient arrives that is sent now; calls come in the order of time."""
+
+    @abstractmethod
+    def send(self, at: float, workers: int) -> Times:
+        """When each of so many workers has the parameters that the server sends now, one after the other."""
+
+
+class Instant(Network):
+    """Messages take no time; bytes are counted."""
+
+    def push(self, at: float) -> float:
+        self.bytes_in += self.nbytes
+        return at
+
+    def send(self, at: float, workers: int) -> Times:
+        self.bytes_out += workers * self.nbytes
+        return np.full(workers, at)
+
+
+class ServerLink(Network):
+    """All messages pass the link of the server, which carries one at a time each way, first come, first served."""
+
+    def __init__(self, link: Link, nbytes: float) -> None:
+        super().__init__(nbytes)
+        self._latency = link.latency
+        self._transfer = nbytes / link.bandwidth
+        self._in_free = self._out_free = 0.0
+
+    def push(self, at: float) -> float:
+        self.bytes_in += self.nbytes
+        self._in_free = max(at + self._latency, self._in_free) + self._transfer
+        return self._in_free
+
+    def send(self, at: float, workers: int) -> Times:
+        self.bytes_out += workers * self.nbytes
+        leaves = max(at, self._out_free) + self._transfer * np.arange(1, workers + 1)
+        self._out_free = float(leaves[-1])
+        return np.asarray(leaves + self._latency, dtype=np.float64)
+
+
+class Collective(Network):
+    """Peers exchange their gradients once all have theirs; ``exposed`` gives what of it the slowest's backward leaves.
+
+    It is given the seconds that the slowest computed. Each worker sends ``worker_bytes``.
+    """
+
+    def __init__(self, exposed: Callable[[float], float], worker_bytes: float) -> None:
+        super().__init__(worker_bytes)
+        self._exposed = exposed
+        self._began = 0.0
+
+    def push(self, at: float) -> float:
+        return at
+
+    def send(self, at: float, workers: int) -> Times:
+        if at > 0:  # the parameters at the start are there
+            self.bytes_out += workers * self.nbytes
+            at += self._exposed(at - self._began)
+        self._began = at
+        return np.full(workers, at)

@@ -1,0 +1,266 @@
+"""The command ``simulate`` and the studies made of it: tables, JSON, mistakes, targets and breaking off."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import main
+from paceline.errors import UsageError
+from paceline.studies import StragglersStudy, StudyContext, TradeOffStudy
+from paceline.studies.files import write_result
+from paceline.studies.options import split_outside_brackets
+from paceline.studies.simulation import Simulation
+from paceline.virtual.tally import Tally
+
+
+@pytest.fixture
+def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The command in a directory of its own: its exit code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PACELINE_DATA", raising=False)
+
+    def call(*arguments: str) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(["simulate", *arguments])
+        return caught.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_the_table_is_whole_on_a_narrow_terminal(simulate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = simulate("--commits", "50")
+    assert code == 0
+    for word in ("sync", "k-sync(k=4)", "k-async(k=4)", "async", "1+exp(0.5)", "6.4357", "efficiency", "wasted"):
+        assert word in out
+    assert "…" not in out
+    assert sorted(file.name for file in Path("simulation").iterdir()) == ["plot.png", "result.json", "table.md"]
+
+
+def test_policies_times_workers_times_delays(simulate: Any) -> None:
+    code, out, _ = simulate(
+        "--json", "--policies", "sync,k-batch-async(k=2)", "--workers", "2,4", "--commits", "40",
+        "--delays", "exp(1),1 factors(1, 2)", "--size", "1MB",
+    )  # fmt: skip
+    found = json.loads(out)
+    assert code == 0 and len(found["rows"]) == 8
+    assert [(row[0], row[1], row[2]) for row in found["rows"]][:3] == [
+        ("sync", 2, "exp(1)"),
+        ("k-batch-async(k=2)", 2, "exp(1)"),
+        ("sync", 4, "exp(1)"),
+    ]
+    record = found["records"][1]
+    assert sum(record["staleness_histogram"].values()) == record["pushes"] == 80
+    assert record["bytes_in"] == 80e6
+    assert {series["panel"] for series in found["series"]} == {"delay exp(1)", "delay 1 factors(1, 2)"}
+
+
+def test_the_same_seed_prints_the_same_bytes(simulate: Any) -> None:
+    arguments = ("--json", "--commits", "30")
+    problem = (*arguments, "--problem", "logistic", "--seconds", "20")
+    assert simulate(*arguments) == simulate(*arguments)
+    assert simulate(*problem) == simulate(*problem)
+    assert simulate(*arguments)[1] != simulate(*arguments, "--seed", "1")[1]
+
+
+def test_formulas_alone(simulate: Any) -> None:
+    code, out, _ = simulate(
+        "--json", "--depth", "formula", "--workers", "8,16", "--policies", "sync,k-async(k=2),async"
+    )
+    rows = json.loads(out)["rows"]
+    assert code == 0
+    assert rows[0] == ["sync", 8, "1+exp(0.5)", pytest.approx(6.4357, abs=1e-4), 0.0]
+    assert rows[1] == ["k-async(k=2)", 8, "1+exp(0.5)", None, 3.0]
+
+
+def test_strong_and_weak_scaling(simulate: Any) -> None:
+    arguments = ("--json", "--policies", "all-reduce", "--workers", "1,8", "--delays", "1", "--examples", "64")
+    link = ("--link", "1GB/s", "--size", "100MB", "--commits", "20")
+    weak, strong = (json.loads(simulate(*arguments, *link, "--scaling", kind)[1]) for kind in ("weak", "strong"))
+    names = [column["name"] for column in weak["columns"]]
+    efficiency = names.index("efficiency %")
+    assert weak["rows"][0][efficiency] == strong["rows"][0][efficiency] == pytest.approx(100)
+    assert 100 > weak["rows"][1][efficiency] > strong["rows"][1][efficiency] > 10
+
+
+def test_error_against_virtual_time(simulate: Any) -> None:
+    code, out, _ = simulate(
+        "--json", "--problem", "logistic", "--policies", "sync,async,ada-sync(window=5)", "--seconds", "120",
+        "--target", "0.6", "--points", "12",
+    )  # fmt: skip
+    found = json.loads(out)
+    assert code == 0 and found["missing"] is None
+    assert found["columns"][-1]["name"] == "s to 0.6"
+    for row, record, series in zip(found["rows"], found["records"], found["series"], strict=True):
+        assert 0 <= row[-1] <= 120
+        assert [point["seconds"] for point in record["curve"]] == series["x"] == [10.0 * n for n in range(13)]
+        assert record["efficiency"] <= 1.1
+
+
+def test_a_target_never_reached_is_an_error_after_all_is_shown(simulate: Any) -> None:
+    code, out, err = simulate("--problem", "logistic", "--policies", "sync,async", "--seconds", "10", "--target", "1")
+    assert code == 1
+    assert "sync" in out and "accuracy" in out
+    assert "accuracy 1 was not reached by sync, async within 10 virtual seconds; give more with --seconds" in err
+
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "policy": (["--policies", "k-snc(k=3)"], "Did you mean 'k-sync'"),
+    "k of nothing": (["--policies", "k-sync(k=0)"], "k must be at least 1"),
+    "k of too many": (["--policies", "k-sync(k=9)"], "needs 9 workers, and the run has 8"),
+    "a policy that follows the loss": (["--policies", "ada-sync"], "--problem digits"),
+    "no policy": (["--policies", ","], "--policies is empty.*sync"),
+    "delay": (["--delays", "1+exq(2)"], "cannot read the delay.*Examples"),
+    "negative delay": (["--delays", "-1"], "negative.*Examples"),
+    "link": (["--link", "quick"], "cannot read the link.*Examples"),
+    "size": (["--size", "big"], "big"),
+    "workers": (["--workers", "0"], "at least 1 worker"),
+    "workers that are no numbers": (["--workers", "few"], "few"),
+    "commits": (["--commits", "0"], "commits must be at least 1"),
+    "seconds": (["--problem", "digits", "--seconds", "0"], "seconds must be above 0"),
+    "problem": (["--problem", "digit"], "Did you mean 'digits'"),
+    "target without problem": (["--target", "0.9"], "name the problem too"),
+    "depth": (["--depth", "formule"], "Did you mean 'formula'"),
+    "formula of a problem": (["--depth", "formula", "--problem", "digits"], "formulas know no problem"),
+    "no formula": (["--depth", "formula", "--policies", "ssp(bound=1)"], "no formula is known for any"),
+    "scaling": (["--scaling", "stron"], "Did you mean 'strong'"),
+    "strong scaling of a problem": (
+        ["--scaling", "strong", "--problem", "digits", "--examples", "8"],
+        "strong scaling is of times alone",
+    ),
+    "hosts": (["--hosts", "3"], "cannot be spread evenly over 3 hosts"),
+    "too short for a commit": (["--problem", "logistic", "--seconds", "0.1"], "made no commit within 0.1 s"),
+    "all fail": (["--workers", "1", "--policies", "async", "--delays", "1 fails(0, 2.5)"], "standstill at"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_line(simulate: Any, case: str) -> None:
+    arguments, complaint = MISTAKES[case]
+    code, out, err = simulate(*arguments)
+    assert code == 2 and out == ""
+    assert err.count("\n") == 1 and re.search(complaint, err), err
+
+
+# Breaking off -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken_off(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let the user press Ctrl-C at a commit, counted over all runs."""
+
+    commit_before = Tally.commit
+
+    def at(commit: int) -> None:
+        left = [commit]
+
+        def interrupted(*arguments: Any) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            commit_before(*arguments)
+
+        monkeypatch.setattr(Tally, "commit", interrupted)
+
+    return at
+
+
+def test_breaking_off_prints_what_is_known(simulate: Any, broken_off: Any) -> None:
+    broken_off(150)
+    code, out, err = simulate("--json", "--commits", "100")
+    found = json.loads(out)
+    assert code == 130
+    assert found["interrupted"] is True
+    assert [row[0] for row in found["rows"]] == ["sync", "k-sync(k=4)"]
+    assert [record["commits"] for record in found["records"]] == [100, 49]
+    assert "interrupted in run 2 of 4" in err
+    assert json.loads(Path("simulation/result.json").read_text()) == found
+
+
+def test_breaking_off_with_a_problem(simulate: Any, broken_off: Any) -> None:
+    broken_off(30)
+    code, out, _ = simulate("--problem", "logistic", "--policies", "async,sync", "--seconds", "100")
+    assert code == 130 and "async" in out and "accuracy" in out
+
+
+def test_breaking_off_before_anything_is_known(simulate: Any, broken_off: Any) -> None:
+    broken_off(1)
+    code, out, err = simulate()
+    assert (code, out) == (130, "") and "interrupted" in err
+
+
+def test_studies_broken_off(broken_off: Any, tmp_path: Path) -> None:
+    broken_off(200)
+    found = StragglersStudy(workers=(4, 8, 16), iterations=50).run(StudyContext())
+    assert [row[0] for row in found.rows] == [4] and found.interrupted
+    write_result(found, tmp_path)
+    broken_off(25)
+    other = TradeOffStudy(problem="logistic", model="net1", seconds=30.0).run(StudyContext())
+    assert len(other.rows) == 2 and other.interrupted
+    for study in (StragglersStudy(), TradeOffStudy(problem="digits")):
+        broken_off(1)
+        with pytest.raises(KeyboardInterrupt):
+            study.run(StudyContext())
+
+
+# The studies ------------------------------------------------------------------------------------------------
+
+
+def test_stragglers_are_as_slow_as_the_formula_says() -> None:
+    found = StragglersStudy(workers=(10, 100), iterations=400).run(StudyContext())
+    names = [column.name for column in found.columns]
+    for row, exact in zip(found.rows, (6.858, 11.375), strict=True):
+        values: dict[str, Any] = dict(zip(names, row, strict=True))
+        assert row[names.index("formula")] == pytest.approx(exact, abs=1e-3)
+        assert values["off %"] < 5
+        assert 2 < values["slowest/mean"] < values["slowest/fastest"]
+    hundred: dict[str, Any] = dict(zip(names, found.rows[1], strict=True))
+    assert (hundred["backup workers"], hundred["formula"]) == (4, pytest.approx(7.21, abs=0.01))
+
+
+def test_times_without_a_formula_can_be_studied_too() -> None:
+    delay = "lognormal(median=1, sigma=1)"
+    found = StragglersStudy(workers=(4, 8), delay=delay, iterations=20).run(StudyContext())
+    assert all(row[3] is None and row[4] is None for row in found.rows)
+    assert len(found.series) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"workers": (1,)}, "workers are at least 2"),
+        ({"workers": (5, 5)}, "named twice"),
+        ({"iterations": 1}, "iterations must be at least 2"),
+        ({"backup": 0.0}, "percentage"),
+        ({"delay": "1+"}, "cannot read the delay"),
+    ],
+)
+def test_mistakes_of_stragglers(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        StragglersStudy(**options)
+
+
+@pytest.mark.parametrize("options", [{"policies": ()}, {"seconds": 0.0}, {"rate": -1.0}])
+def test_mistakes_of_the_trade_off(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        TradeOffStudy(**options)
+
+
+def test_the_trade_off_has_its_columns() -> None:
+    study = TradeOffStudy(problem="digits", policies=("sync", "async"), seconds=60.0, points=30, rate=0.1)
+    found = study.run(StudyContext())
+    (_, commits, iteration, stale, _, *losses), fast = found.rows
+    assert isinstance(commits, int) and isinstance(iteration, float)
+    assert stale == 0 and commits * iteration == pytest.approx(60, rel=0.2)
+    assert fast[1] > 8 * commits and all(isinstance(loss, float) for loss in losses)  # type: ignore[operator]
+
+
+def test_simulation_has_a_text_form_and_brackets_keep_commas() -> None:
+    assert str(Simulation()) == "simulate"
+    assert split_outside_brackets("a(b, c),d,(e, (f, g))") == ["a(b, c)", "d", "(e, (f, g))"]
+    assert split_outside_brackets("a),b") == ["a)", "b"]
