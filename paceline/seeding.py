@@ -11,8 +11,6 @@ from typing import Any
 import numpy
 import torch
 
-_MPS = torch.backends.mps.is_available()
-
 
 def derive_seed(*parts: int | str) -> int:
     """Make one 63-bit seed from numbers and words, the same on every machine and in every run.
@@ -36,7 +34,7 @@ def seed_streams(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if _cuda_in_use():
         torch.cuda.manual_seed_all(seed)
-    if _MPS:
+    if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -60,7 +58,7 @@ def capture_streams() -> dict[str, Any]:
     }
     if _cuda_in_use():
         state["cuda"] = torch.cuda.get_rng_state_all()
-    if _MPS:
+    if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
 
@@ -71,7 +69,7 @@ def restore_streams(state: Mapping[str, Any]) -> None:
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     for device, device_state in zip(devices, state.get("cuda", ()), strict=False):
         torch.cuda.set_rng_state(device_state, device)
-    if "mps" in state and _MPS:
+    if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
     (gauss,) = state["random_gauss"] or [None]
     random.setstate((state["random_version"], tuple(state["random_words"].tolist()), gauss))
