@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline import native
 from paceline.collectives.register import NAME
+from paceline.collectives.untraced import untraced
 from paceline.errors import UsageError
 
 if native.available():
@@ -112,6 +113,7 @@ def _reduction(op: Any) -> str:
 _TorchProcessGroup: Any = dist.ProcessGroup
 
 
+@untraced
 class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     """The ranks of one host; made by ``init_process_group("paceline")`` and ``new_group``.
 

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from paceline.collectives.core import Ticket
 from paceline.collectives.tensors import Staged
+from paceline.collectives.untraced import untraced
 from paceline.errors import CommError
 
 _FOREVER = timedelta(0)  # as torch.distributed says it; the group's own timeout ends every wait
 
 
+@untraced
 class Work(dist.Work):
     """Calls on tensors that may still be under way; without tickets they are done."""
 
@@ -86,7 +88,11 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the result; made only when asked for, since completing it needs the interpreter."""
+        """A future of the result; made only when asked for, since completing it needs the interpreter.
+
+        Its value is a Python object, as in every future made in Python. Of all that DDP has, only the hook written in
+        C++, ``BuiltinCommHookType.FP16_COMPRESS``, wants another; ``default_hooks.fp16_compress_hook`` does the same.
+        """
         done: torch.futures.Future[Any] = torch.futures.Future()
         # An error set with set_exception crashes DDP's C++ code; one raised in a callback arrives well.
         result = done.then(lambda _: self._result_or_raise())
@@ -116,36 +122,63 @@ DONE = _Done([])
 
 
 class Announcer:
-    """Completes futures when their calls are done, on a thread that needs the interpreter only then."""
+    """Completes futures when their calls are done, on threads that need the interpreter only then.
+
+    Callbacks run on these threads, and may start calls and wait for their futures (PowerSGD's does). So one thread
+    always stays out of callbacks: there is one more of them than callbacks have ever run at once.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = f"paceline futures of group {name}"
         self._pending: queue.SimpleQueue[tuple[Work, torch.futures.Future[Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._outside_callbacks = 0
+        self._closed = False
+        self._lock = threading.Lock()
 
     def announce(self, work: Work, done: torch.futures.Future[Any]) -> None:
         """Set ``done`` when ``work`` has ended, well or badly."""
-        if work.is_message():  # it may wait for ever, and must not hold up the others
-            threading.Thread(target=_announce, args=(work, done), name=self._name, daemon=True).start()
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._pending.put((work, done))
+        with self._lock:
+            if not work.is_message() and not self._closed:
+                self._pending.put((work, done))
+                self._keep_one_outside_callbacks()
+                return
+        # A message may take for ever, and must not hold up the others.
+        threading.Thread(target=_announce, args=(work, done), name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """End the thread; the calls under way must have ended or failed."""
-        if self._thread is not None:
-            self._pending.put(None)
-            self._thread.join()
-            self._thread = None
+        """End the threads; the calls under way must have ended or failed."""
+        with self._lock:
+            self._closed = True
+            for _ in self._threads:
+                self._pending.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _keep_one_outside_callbacks(self) -> None:
+        if self._outside_callbacks == 0 and not self._closed:
+            self._outside_callbacks += 1
+            self._threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
+            self._threads[-1].start()
 
     def _run(self) -> None:
         while (item := self._pending.get()) is not None:
-            _announce(*item)
+            work, done = item
+            _await(work)
+            with self._lock:
+                self._outside_callbacks -= 1
+                self._keep_one_outside_callbacks()
+            done.set_result(None)
+            with self._lock:
+                self._outside_callbacks += 1
 
 
 def _announce(work: Work, done: torch.futures.Future[Any]) -> None:
+    _await(work)
+    done.set_result(None)
+
+
+def _await(work: Work) -> None:
     with contextlib.suppress(CommError):  # the future's own callback meets it again, and passes it on
         work.wait()
-    done.set_result(None)
