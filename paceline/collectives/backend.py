@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline import native
 from paceline.collectives.register import NAME
+from paceline.collectives.untraced import untraced
 from paceline.errors import UsageError
 
 if native.available():
@@ -138,6 +139,7 @@ class NoBackendError(UsageError, RuntimeError):
     """Nobody serves a device. torch expects the latter, where it tries one device after the other."""
 
 
+@untraced
 class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     """The ranks of one host; made by ``init_process_group("paceline")`` and ``new_group``.
 

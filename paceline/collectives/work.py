@@ -16,11 +16,13 @@ from torch import Tensor
 
 from paceline.collectives.core import Ticket
 from paceline.collectives.tensors import Staged
+from paceline.collectives.untraced import untraced
 from paceline.errors import CommError, UsageError
 
 _FOREVER = timedelta(0)  # as torch.distributed says it; the group's own timeout ends every wait
 
 
+@untraced
 class Work(dist.Work):
     """Calls on tensors that may still be under way; without tickets they are done."""
 
@@ -86,7 +88,11 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the result; made only when asked for, since completing it needs the interpreter."""
+        """A future of the result; made only when asked for, since completing it needs the interpreter.
+
+        Its value is a Python object, as in every future made in Python. Of all that DDP has, only the hook written in
+        C++, ``BuiltinCommHookType.FP16_COMPRESS``, wants another; ``default_hooks.fp16_compress_hook`` does the same.
+        """
         done: torch.futures.Future[Any] = torch.futures.Future()
         # An error set with set_exception crashes DDP's C++ code; one raised in a callback arrives well.
         result = done.then(lambda _: self._result_or_raise())
