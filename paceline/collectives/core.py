@@ -58,16 +58,16 @@ Pieces = int | Sequence[int]
 class Ticket:
     """An asynchronous call under way."""
 
-    def __init__(self, ticket: _core.Ticket, kept: _Kept, *, is_message: bool) -> None:
+    def __init__(self, ticket: _core.Ticket, owner: list[object], *, is_message: bool) -> None:
         self._ticket = ticket
-        self._kept = kept
+        self._owner = owner  # of the memory in use
         self.is_message = is_message  # so calls made later may be done earlier
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is done, or ``timeout`` seconds have passed; say whether it is. Raise if it failed."""
         done = self._ticket.wait(-1.0 if timeout is None else max(0.0, timeout))
         if done:
-            self._kept.let_go()
+            self._owner.clear()
         return done
 
     def done(self) -> bool:
@@ -80,32 +80,6 @@ class Ticket:
         return self._ticket.source()
 
 
-class _Kept:
-    """The owners of memory in use by calls under way, oldest first, also if the caller forgets both."""
-
-    def __init__(self, *, in_order: bool) -> None:
-        self._in_order = in_order  # whether the calls end in the order in which they began
-        self._entries: deque[tuple[_core.Ticket, object]] = deque()
-        self._lock = threading.Lock()
-
-    def keep(self, ticket: _core.Ticket, owner: object) -> None:
-        with self._lock:
-            self._entries.append((ticket, owner))
-
-    def let_go(self) -> None:
-        """Forget those whose calls have ended."""
-        with self._lock:
-            entries = self._entries
-            while entries and entries[0][0].done():
-                entries.popleft()
-            if not self._in_order and any(ticket.done() for ticket, _ in entries):
-                self._entries = deque(entry for entry in entries if not entry[0].done())
-
-    def clear(self) -> None:
-        with self._lock:
-            self._entries.clear()
-
-
 class SharedGroup:
     """The ranks of one host that call the collectives together; ``name`` must be new in the store."""
 
@@ -114,7 +88,9 @@ class SharedGroup:
         self.rank, self.size, self.name = rank, size, name
         place = meet(store, rank, size, timeout=timeout, name=name)
         self._group = _core.join(place.file, rank, size, place.cores, timeout, name, place.life)
-        self._kept_by_collectives, self._kept_by_messages = _Kept(in_order=True), _Kept(in_order=False)
+        # The owners of memory in use, oldest first. Only collectives end in their order.
+        self._kept: dict[bool, deque[tuple[_core.Ticket, list[object]]]] = {False: deque(), True: deque()}
+        self._keeping = threading.Lock()
 
     # Collectives --------------------------------------------------------------------------------------------------
 
@@ -280,8 +256,8 @@ class SharedGroup:
     def close(self) -> None:
         """Leave the group. Calls under way fail, here and on ranks that still wait for this one."""
         self._group.close()
-        self._kept_by_collectives.clear()
-        self._kept_by_messages.clear()
+        for kept in self._kept.values():
+            kept.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -332,11 +308,16 @@ class SharedGroup:
 
     def _keep(self, ticket: _core.Ticket, owner: object, *, is_message: bool) -> Ticket:
         """Hold on to the owner of the memory until the ticket is done, also if the caller forgets both."""
-        kept = self._kept_by_messages if is_message else self._kept_by_collectives
-        kept.let_go()
+        owners = [owner]
         if owner is not None:
-            kept.keep(ticket, owner)
-        return Ticket(ticket, kept, is_message=is_message)
+            with self._keeping:
+                kept = self._kept[is_message]
+                while kept and kept[0][0].done():
+                    kept.popleft()
+                if is_message and any(other.done() for other, _ in kept):
+                    kept = self._kept[True] = deque(entry for entry in kept if not entry[0].done())
+                kept.append((ticket, owners))
+        return Ticket(ticket, owners, is_message=is_message)
 
     def _pieces(self, pieces: Pieces | None, count: int, dtype: str) -> Sequence[int]:
         if pieces is None:
