@@ -78,10 +78,12 @@ def result_of(process: BaseProcess, rank: int, directory: Path, deadline: float 
     return outcome["result"]
 
 
-def run_processes(program: Program, size: int, directory: Path, *arguments: Any) -> list[Any]:
+def run_processes(
+    program: Program, size: int, directory: Path, *arguments: Any, deadline: float = DEADLINE
+) -> list[Any]:
     """Run a program to its end on every rank, and give the results."""
     with started(program, size, directory, *arguments) as processes:
-        return [result_of(process, rank, directory) for rank, process in enumerate(processes)]
+        return [result_of(process, rank, directory, deadline) for rank, process in enumerate(processes)]
 
 
 def wait_for(file: Path) -> None:

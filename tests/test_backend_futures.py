@@ -249,6 +249,22 @@ def test_a_dropped_work_keeps_its_memory_alive() -> None:
     run_groups(all_of, 2)
 
 
+def test_memory_is_let_go_when_the_call_is_done() -> None:
+    def work(group: Any) -> None:
+        for count in 10, 100_000:
+            tensor, place = torch.ones(count), torch.ones(count)
+            refs = [weakref.ref(tensor), weakref.ref(place)]
+            call, received = reducing(group, tensor), group.recv([place], 1 - group.rank(), 0)
+            group.send([torch.ones(count)], 1 - group.rank(), 0).wait()
+            call.wait()
+            received.wait()
+            del tensor, place, call, received
+            gc.collect()
+            assert [ref() for ref in refs] == [None, None]
+
+    run_groups(work, 2)
+
+
 def test_a_pending_receive_holds_up_no_other_future() -> None:
     def work(group: Any) -> None:
         place = torch.zeros(3)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _make_nccl_premul_sum
+from torch._C._distributed_c10d import _DistributedBackendOptions, _make_nccl_premul_sum
 
 pytest.importorskip("paceline.native._core", reason="the compiled module was not built")
 
 from backend_ranks import options, outcomes_of, run_groups
 
+from paceline.collectives.backend import create
 from paceline.errors import CommError, UsageError
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
@@ -200,3 +202,14 @@ def test_a_closed_group_says_so() -> None:
                 call(group)
 
     run_groups(work, 1)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    place = _DistributedBackendOptions()
+    place.store, place.group_rank, place.group_size = dist.HashStore(), 1, 4  # type: ignore[attr-defined]
+    place.timeout, place.group_id = timedelta(seconds=0.2), "g"
+    place.store.set("host/2", "here")
+    with pytest.raises(CommError, match=r"group 'g': rank 1 waited 0\.2 s for ranks \[0, 3\] to join"):
+        create(place, None)
+    with pytest.raises(UsageError, match="has no options, got 7"):
+        create(place, 7)

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from paceline import native
 from paceline.collectives.register import NAME
 from paceline.collectives.untraced import untraced
-from paceline.errors import UsageError
+from paceline.errors import CommError, UsageError
 
 if native.available():
     from paceline.collectives.core import SharedGroup, Ticket
@@ -61,7 +61,7 @@ def create(place: Any, options: Any) -> Any:
     """Make a group, as ``torch.distributed`` asks for it; the result is a process group, or a Gloo backend."""
     if options is not None:
         raise UsageError(f"backend {NAME!r} has no options, got {options!r}")
-    obstacle = _obstacle(place.store, place.group_rank, place.group_size)
+    obstacle = _obstacle(place)
     if obstacle:
         if place.group_rank == 0:
             _tell_once(f"backend {NAME!r} uses Gloo: {obstacle}")
@@ -74,10 +74,19 @@ def _tell_once(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
-def _obstacle(store: c10d.Store, rank: int, size: int) -> str:
+def _obstacle(place: Any) -> str:
     """Why the ranks cannot share memory, the same text on all of them; empty if they can."""
-    store.set(f"host/{rank}", host_identity() if native.available() else f"!{native.reason()}")
-    hosts = [store.get(f"host/{other}").decode() for other in range(size)]
+    keys = [f"host/{rank}" for rank in range(place.group_size)]
+    place.store.set(keys[place.group_rank], host_identity() if native.available() else f"!{native.reason()}")
+    try:
+        place.store.wait(keys, place.timeout)
+    except dist.DistStoreError as error:
+        missing = [rank for rank, key in enumerate(keys) if not place.store.check([key])]
+        raise CommError(
+            f"group {place.group_id!r}: rank {place.group_rank} waited {place.timeout.total_seconds():g} s for ranks "
+            f"{missing} to join; are they running?"
+        ) from error
+    hosts = [place.store.get(key).decode() for key in keys]
     for other, host in enumerate(hosts):
         if host.startswith("!"):
             return f"on rank {other}, {host[1:]}"

@@ -58,13 +58,17 @@ Pieces = int | Sequence[int]
 class Ticket:
     """An asynchronous call under way."""
 
-    def __init__(self, ticket: _core.Ticket, *, is_message: bool) -> None:
+    def __init__(self, ticket: _core.Ticket, owner: list[object], *, is_message: bool) -> None:
         self._ticket = ticket
+        self._owner = owner  # of the memory in use
         self.is_message = is_message  # so calls made later may be done earlier
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is done, or ``timeout`` seconds have passed; say whether it is. Raise if it failed."""
-        return self._ticket.wait(-1.0 if timeout is None else max(0.0, timeout))
+        done = self._ticket.wait(-1.0 if timeout is None else max(0.0, timeout))
+        if done:
+            self._owner.clear()
+        return done
 
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
@@ -85,7 +89,7 @@ class SharedGroup:
         place = meet(store, rank, size, timeout=timeout, name=name)
         self._group = _core.join(place.file, rank, size, place.cores, timeout, name, place.life)
         # The owners of memory in use, oldest first. Only collectives end in their order.
-        self._kept: dict[bool, deque[tuple[_core.Ticket, object]]] = {False: deque(), True: deque()}
+        self._kept: dict[bool, deque[tuple[_core.Ticket, list[object]]]] = {False: deque(), True: deque()}
         self._keeping = threading.Lock()
 
     # Collectives --------------------------------------------------------------------------------------------------
@@ -304,6 +308,7 @@ class SharedGroup:
 
     def _keep(self, ticket: _core.Ticket, owner: object, *, is_message: bool) -> Ticket:
         """Hold on to the owner of the memory until the ticket is done, also if the caller forgets both."""
+        owners = [owner]
         if owner is not None:
             with self._keeping:
                 kept = self._kept[is_message]
@@ -311,8 +316,8 @@ class SharedGroup:
                     kept.popleft()
                 if is_message and any(other.done() for other, _ in kept):
                     kept = self._kept[True] = deque(entry for entry in kept if not entry[0].done())
-                kept.append((ticket, owner))
-        return Ticket(ticket, is_message=is_message)
+                kept.append((ticket, owners))
+        return Ticket(ticket, owners, is_message=is_message)
 
     def _pieces(self, pieces: Pieces | None, count: int, dtype: str) -> Sequence[int]:
         if pieces is None:

@@ -103,7 +103,7 @@ def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            connection.connect(greeting["address"])
+            _connect(connection, greeting["address"], deadline)
             if _user_of(connection) != os.getuid():
                 raise CommError(f"group {name!r}: the process that says it is rank 0 belongs to another user")
             hello = json.dumps({"token": greeting["token"], "rank": rank}).encode().ljust(_HELLO_BYTES)
@@ -112,6 +112,16 @@ def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: 
         except OSError as error:
             raise CommError(f"group {name!r}: rank {rank} cannot reach rank 0 on this host: {error}") from error
     return Place(descriptors[0], descriptors[1:], cores)
+
+
+def _connect(connection: socket.socket, address: str, deadline: float) -> None:
+    while True:
+        try:
+            return connection.connect(address)
+        except BlockingIOError:  # so many knock that one more cannot even wait
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.002)
 
 
 def _new_file(size: int, name: str) -> int:
