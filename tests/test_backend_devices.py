@@ -15,7 +15,7 @@ pytest.importorskip("paceline.native._core", reason="the compiled module was not
 
 from backend_ranks import options, run_groups
 
-from paceline.collectives import backend, work
+from paceline.collectives import python_group, work
 from paceline.errors import UsageError
 
 
@@ -29,7 +29,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         store.set(f"stand-in/{rank}", "here")
         return FakeProcessGroup._create_internal(rank, size)
 
-    monkeypatch.setattr(backend, "OTHER_DEVICES", {"meta": (lambda: True, make)})
+    monkeypatch.setattr(python_group, "OTHER_DEVICES", {"meta": (lambda: True, make)})
     return made
 
 
@@ -116,7 +116,7 @@ def test_without_the_device_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: Any) -> Any:
         raise AssertionError("asked for a device that is not there")
 
-    monkeypatch.setattr(backend, "OTHER_DEVICES", {"meta": (lambda: False, refuse)})
+    monkeypatch.setattr(python_group, "OTHER_DEVICES", {"meta": (lambda: False, refuse)})
 
     def run(group: Any) -> None:
         assert [device.type for device in group._device_types] == ["cpu"]

@@ -4,9 +4,8 @@
     torch.distributed.init_process_group("paceline")
 
 Tensors in CPU memory go through shared memory. Those on other devices go to the backend that ``OTHER_DEVICES`` names,
-NCCL for CUDA: torch cannot put a process group written in Python beside another backend, so ours holds one of torch's
-for the other devices, and dispatches itself. If the ranks are on several hosts, or the compiled module is missing on
-one of them, all of them use Gloo instead and say so once.
+NCCL for CUDA. Ranks on several hosts are the matter of ``two_level.py``. If the compiled module is missing on one of
+them, all use Gloo, and rank 0 says so once.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d as c10d
 
 from paceline import native
+from paceline.collectives.python_group import PythonGroup, reduction_named
 from paceline.collectives.register import NAME
 from paceline.collectives.untraced import untraced
 from paceline.errors import CommError, UsageError
@@ -34,15 +34,8 @@ if native.available():
     from paceline.collectives.segment import host_identity
     from paceline.collectives.sparse import all_reduce_sparse
     from paceline.collectives.tensors import Staged, row_counts
+    from paceline.collectives.two_level import TwoLevelGroup
     from paceline.collectives.work import DONE, Announcer, Work
-
-_CPU = torch.device("cpu")
-# By torch's numbers; looking up its enumeration itself takes longer than a small reduction.
-_REDUCTIONS = {
-    int(getattr(dist.ReduceOp.RedOpType, name)): name.lower()
-    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-}
-
 
 # What torch.distributed's own groups do if they are given no options.
 _ALLGATHER_OPTIONS = AllgatherOptions()
@@ -61,12 +54,16 @@ def create(place: Any, options: Any) -> Any:
     """Make a group, as ``torch.distributed`` asks for it; the result is a process group, or a Gloo backend."""
     if options is not None:
         raise UsageError(f"backend {NAME!r} has no options, got {options!r}")
-    obstacle = _obstacle(place)
-    if obstacle:
-        if place.group_rank == 0:
-            _tell_once(f"backend {NAME!r} uses Gloo: {obstacle}")
-        return c10d.ProcessGroupGloo(place.store, place.group_rank, place.group_size, timeout=place.timeout)
-    return ProcessGroup(place.store, place.group_rank, place.group_size, place.timeout, place.group_id)
+    where = place.store, place.group_rank, place.group_size, place.timeout
+    hosts = _hosts(place)
+    without = next((rank for rank, host in enumerate(hosts) if host.startswith("!")), None)
+    if without is None and len(set(hosts)) == 1:
+        return ProcessGroup(*where, place.group_id)
+    if without is None and len(set(hosts)) < len(hosts):
+        return TwoLevelGroup(*where, place.group_id, hosts)
+    if without is not None and place.group_rank == 0:
+        _tell_once(f"backend {NAME!r} uses Gloo: on rank {without}, {hosts[without][1:]}")
+    return c10d.ProcessGroupGloo(*where)
 
 
 @functools.cache
@@ -74,8 +71,8 @@ def _tell_once(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
-def _obstacle(place: Any) -> str:
-    """Why the ranks cannot share memory, the same text on all of them; empty if they can."""
+def _hosts(place: Any) -> list[str]:
+    """Which host each rank is on, or behind an exclamation mark why it cannot share memory."""
     keys = [f"host/{rank}" for rank in range(place.group_size)]
     place.store.set(keys[place.group_rank], host_identity() if native.available() else f"!{native.reason()}")
     try:
@@ -86,25 +83,8 @@ def _obstacle(place: Any) -> str:
             f"group {place.group_id!r}: rank {place.group_rank} waited {place.timeout.total_seconds():g} s for ranks "
             f"{missing} to join; are they running?"
         ) from error
-    hosts = [place.store.get(key).decode() for key in keys]
-    for other, host in enumerate(hosts):
-        if host.startswith("!"):
-            return f"on rank {other}, {host[1:]}"
-        if host != hosts[0]:
-            return f"rank {other} is on another host than rank 0, or another user's, or in another network namespace"
-    return ""
+    return [place.store.get(key).decode() for key in keys]
 
-
-def _nccl(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return c10d.ProcessGroupNCCL(c10d.PrefixStore("cuda", store), rank, size, options)
-
-
-# Who moves tensors of other devices; asked for only where the device is there.
-OTHER_DEVICES: dict[str, tuple[Callable[[], bool], Callable[..., Any]]] = {
-    "cuda": (lambda: torch.cuda.is_available() and dist.is_nccl_available(), _nccl),
-}
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -132,91 +112,23 @@ def _first_tensor(args: Sequence[Any]) -> Tensor | None:
     return None
 
 
-def _reduction(op: Any) -> str:
-    kind = getattr(op, "op", op)
-    name = _REDUCTIONS.get(int(kind))
-    if name is None:
-        raise UsageError(f"backend {NAME!r} has no reduction {kind}; known: {', '.join(_REDUCTIONS.values())}")
-    return name
-
-
-# Its stubs list call forms that torch.distributed does not use, and that would make every method here an error.
-_TorchProcessGroup: Any = dist.ProcessGroup
-
-
-class NoBackendError(UsageError, RuntimeError):
-    """Nobody serves a device. torch expects the latter, where it tries one device after the other."""
-
-
 @untraced
-class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
+class ProcessGroup(PythonGroup):
     """The ranks of one host; made by ``init_process_group("paceline")`` and ``new_group``.
 
     The methods have the names and arguments that ``torch.distributed`` calls them by.
     """
 
     def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
-        super().__init__(rank, size)
-        self._rank, self._size = rank, size
-        self._name, self._description = name, ""
+        super().__init__(store, rank, size, timeout, name)
         self._shared = SharedGroup(store, rank, size, timeout=timeout.total_seconds(), name=name)
         self._announcer = Announcer(name)
-        self._elsewhere = dist.ProcessGroup(store, rank, size)
-        for device, (is_here, make) in OTHER_DEVICES.items():
-            if is_here():
-                backend = make(store, rank, size, timeout)
-                self._elsewhere._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
-
-    # Who we are ---------------------------------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    name = _get_backend_name = getBackendName
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    _set_group_name = setGroupName
-    group_name = property(getGroupName)
-
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
-
-    _set_group_desc = setGroupDesc
-    group_desc = property(getGroupDesc)
-
-    def __repr__(self) -> str:
-        return f"<{NAME} group {self._name!r}, rank {self._rank} of {self._size}>"
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [_CPU, *self._elsewhere._device_types]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        """The backend of a device; this object is its own for CPU."""
-        if device.type == "cpu":
-            return self
-        if device.type not in {other.type for other in self._elsewhere._device_types}:
-            raise NoBackendError(f"backend {NAME!r} has nothing for tensors on {device}; move them to the CPU")
-        return self._elsewhere._get_backend(device)
-
-    supports_splitting = False
-    supports_coalescing = False
-    supports_time_estimate = False
 
     def shutdown(self) -> None:
         """Leave the group; ranks that still wait for this one are told."""
         self._shared.close()
         self._announcer.close()
-        for device in self._elsewhere._device_types:
-            self._elsewhere._get_backend(device).shutdown()
+        super().shutdown()
 
     abort = shutdown
 
@@ -235,7 +147,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     @_by_device
     def allreduce(self, tensors: list[Tensor], opts: Any = _ALLREDUCE_OPTIONS) -> Work:
-        op = _reduction(opts.reduceOp)
+        op = reduction_named(opts.reduceOp)
         if tensors[0].layout is torch.sparse_coo:
             for tensor in tensors:
                 all_reduce_sparse(self._shared, tensor, op)
@@ -253,7 +165,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     @_by_device
     def reduce(self, tensors: list[Tensor], opts: Any = _REDUCE_OPTIONS) -> Work:
-        op, root = _reduction(opts.reduceOp), opts.rootRank
+        op, root = reduction_named(opts.reduceOp), opts.rootRank
         staged = [Staged(tensor, reduction=op, read=self._rank != root) for tensor in tensors]
         tickets = [
             self._shared.reduce(part.address, part.count, part.dtype, op, root, async_=opts.asyncOp, keep=part.dense)
@@ -265,7 +177,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _REDUCE_SCATTER_OPTIONS
     ) -> Work:
-        op = _reduction(opts.reduceOp)
+        op = reduction_named(opts.reduceOp)
         tickets: list[Ticket | None] = []
         staged = []
         for output, pieces in zip(outputs, inputs, strict=True):
@@ -316,7 +228,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = _REDUCE_SCATTER_OPTIONS
     ) -> Work:
-        op = _reduction(opts.reduceOp)
+        op = reduction_named(opts.reduceOp)
         tickets, staged = [], []
         for output, input in zip(outputs, inputs, strict=True):
             self._check_whole("reduce_scatter", whole=input, piece=output)
