@@ -1,8 +1,9 @@
 """How long an all-reduce takes on this host: our backend of ``torch.distributed`` against Gloo, in one run.
 
 All of them are called through ``torch.distributed``, synchronously, on float32 sums (MPI, if it is there, by mpi4py in
-a run of its own). They take turns; a barrier before each call keeps waiting for a late rank out of the times, which are
-medians on rank 0. ``hot`` buffers have just been written by the rank; ``cold`` ones have left its cache since.
+a run of its own). They take turns, each a block of calls at a time; a barrier before each call keeps waiting for a late
+rank out of the times, which are medians on rank 0. ``hot`` buffers are reduced again and again; before each call with
+``cold`` ones every rank writes 64 MB of something else.
 
 An all-reduce of N bytes on P ranks must read and write at least P x N bytes each. ``bandwidth_share`` is the time that
 takes all ranks copying buffers of that size at the same time, over the time of the all-reduce.
@@ -29,7 +30,9 @@ KB, MB = 1 << 10, 1 << 20
 SIZES = (4 * KB, 64 * KB, MB, 25 * MB, 100 * MB)
 _SWEPT = 64 * MB  # writing this much leaves nothing else in the cache
 
-Way = tuple[Tensor, Callable[[], object]]  # the buffer to prepare, and the call to time
+_TURNS = 3
+
+Way = Callable[[], object]
 
 
 def measure(sizes: Sequence[int], seconds: float) -> list[Row]:
@@ -49,10 +52,10 @@ def _row(size: int, buffers: str, gloo: dist.ProcessGroup, sweep: Tensor | None,
     other, copied = torch.zeros(count), torch.zeros(count)
 
     ways: dict[str, Way] = {
-        "ours": (ours, lambda: dist.all_reduce(ours)),
-        "any": (other, lambda: dist.all_reduce(other)),
-        "gloo": (other, lambda: dist.all_reduce(other, group=gloo)),
-        "copy": (other, lambda: copied.copy_(other)),
+        "ours": lambda: dist.all_reduce(ours),
+        "any": lambda: dist.all_reduce(other),
+        "gloo": lambda: dist.all_reduce(other, group=gloo),
+        "copy": lambda: copied.copy_(other),
     }
     times = _take_turns(ways, sweep, seconds)
     median = {way: statistics.median(taken) for way, taken in times.items()}
@@ -69,32 +72,28 @@ def _row(size: int, buffers: str, gloo: dist.ProcessGroup, sweep: Tensor | None,
 
 
 def _take_turns(ways: dict[str, Way], sweep: Tensor | None, seconds: float) -> dict[str, list[float]]:
+    calls = {name: _agreed_calls(way, sweep, seconds / _TURNS) for name, way in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    rounds = _agreed_rounds(ways, sweep, seconds)
-    for number in range(rounds + 3):
+    for _ in range(_TURNS):
         for name, way in ways.items():
-            taken = _timed(way, sweep)
-            if number >= 3:
-                times[name].append(taken)
+            times[name] += [_timed(way, sweep) for _ in range(calls[name] + 2)][2:]  # two to get warm
     return times
 
 
-def _agreed_rounds(ways: dict[str, Way], sweep: Tensor | None, seconds: float) -> int:
+def _agreed_calls(way: Way, sweep: Tensor | None, seconds: float) -> int:
     """As many as the slowest rank thinks will take that long, after a first look."""
-    look = statistics.median(sum(_timed(way, sweep) for way in ways.values()) for _ in range(3))
-    rounds = torch.tensor([min(1000, max(7, round(seconds * len(ways) / look)))])
-    dist.all_reduce(rounds, dist.ReduceOp.MIN)
-    return int(rounds)
+    look = statistics.median(_timed(way, sweep) for _ in range(3))
+    calls = torch.tensor([min(500, max(3, round(seconds / look)))])
+    dist.all_reduce(calls, dist.ReduceOp.MIN)
+    return int(calls)
 
 
 def _timed(way: Way, sweep: Tensor | None) -> float:
-    buffer, call = way
-    buffer.fill_(1.0)
     if sweep is not None:
         sweep.add_(1.0)
     dist.barrier()
     start = time.perf_counter()
-    call()
+    way()
     return time.perf_counter() - start
 
 
@@ -107,9 +106,8 @@ from mpi4py import MPI
 world = MPI.COMM_WORLD
 medians = []
 for size in json.loads(sys.argv[1]):
-    data, times = numpy.ones(size // 4, numpy.float32), []
+    data, times = numpy.zeros(size // 4, numpy.float32), []
     for _ in range(int(sys.argv[2]) if size > 1 << 20 else 200):
-        data.fill(1)
         world.Barrier()
         start = time.perf_counter()
         world.Allreduce(MPI.IN_PLACE, data)
