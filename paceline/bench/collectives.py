@@ -82,8 +82,10 @@ def _take_turns(ways: dict[str, Way], sweep: Tensor | None, seconds: float) -> d
 
 def _agreed_calls(way: Way, sweep: Tensor | None, seconds: float) -> int:
     """As many as the slowest rank thinks will take that long, after a first look."""
-    look = statistics.median(_timed(way, sweep) for _ in range(3))
-    calls = torch.tensor([min(500, max(3, round(seconds / look)))])
+    _timed(way, sweep)
+    start = time.perf_counter()
+    _timed(way, sweep)
+    calls = torch.tensor([min(300, max(3, round(seconds / (time.perf_counter() - start))))])
     dist.all_reduce(calls, dist.ReduceOp.MIN)
     return int(calls)
 
