@@ -1,6 +1,6 @@
 """How training scales with the number of workers: weak (batch per worker fixed) and strong (joined batch fixed).
 
-    python benchmarks/scaling.py [--models net3 mlp cnn gpt] [--workers 1 2 4] [--json]
+    python benchmarks/scaling.py [--models net3 mlp cnn gpt] [--workers 1 2 4] [--backend paceline] [--json]
 
 One run for all numbers of workers, which take turns in rounds: as many processes as the largest, of one thread each,
 and those that a round does not need sleep. `speed` is the run time of an iteration on one worker over that on n, the
@@ -40,6 +40,7 @@ Case = tuple[int, int]  # number of workers, batch of each
 def main() -> None:
     parser = arguments_of(__doc__, ["net3", "mlp", "cnn", "gpt"])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], metavar="N")
+    parser.add_argument("--backend", choices=["paceline", "gloo"], default="paceline")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8, help="steps per round and number of workers")
     arguments = parser.parse_args()
@@ -47,7 +48,7 @@ def main() -> None:
     if arguments.quick:
         arguments.workers, arguments.rounds, arguments.steps, arguments.models = [1, 2], 2, 2, ["net3"]
     if arguments.worker is not None:
-        be_worker(lambda: measure(arguments), arguments.worker)
+        be_worker(lambda: measure(arguments), arguments.worker, backend=arguments.backend)
         return
     rows, cores = run_workers(arguments.workers[-1]), threads_per_worker(1)
     for row in rows:
