@@ -18,6 +18,7 @@ from torch import nn
 
 import paceline
 from paceline.collectives.two_level import TwoLevelGroup
+from paceline.errors import CommError
 
 T = TypeVar("T")
 
@@ -93,6 +94,19 @@ def test_strided_tensors_several_at_once_and_futures() -> None:
     on_hosts("aab", work)
 
 
+def test_a_callback_may_wait_for_another_sum() -> None:
+    def work(group: Any) -> None:
+        def and_again(future: Any) -> Any:
+            (value,) = future.value()
+            return group.allreduce([value], options("Allreduce", later=True)).get_future().wait()
+
+        first = group.allreduce([torch.ones(3)], options("Allreduce", later=True)).get_future()
+        (value,) = first.then(and_again).wait()
+        assert value.tolist() == [9.0] * 3
+
+    on_hosts("aab", work)
+
+
 def test_the_rest_goes_over_gloo() -> None:
     def work(group: Any) -> None:
         rank = group.rank()
@@ -136,7 +150,7 @@ def test_a_rank_that_leaves_fails_the_others_long_before_their_time_is_up(gone: 
         if group.rank() == gone:
             group.shutdown()
             return
-        with pytest.raises(RuntimeError):
+        with pytest.raises(CommError, match="over several hosts, in all_reduce"):
             group.allreduce([torch.ones(5)]).wait()
 
     on_hosts("aab", work, timeout=300.0)

@@ -5,6 +5,7 @@ The rest, which training needs less often, goes over Gloo between all ranks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -20,6 +21,7 @@ from paceline.collectives.core import SharedGroup
 from paceline.collectives.python_group import PythonGroup, reduction_named
 from paceline.collectives.tensors import Staged
 from paceline.collectives.untraced import untraced
+from paceline.collectives.work import Announcer, Work
 from paceline.errors import CommError
 
 _ALLREDUCE_OPTIONS = c10d.AllreduceOptions()
@@ -46,12 +48,14 @@ class TwoLevelGroup(PythonGroup):
         if rank in leaders:
             self._leaders = _gloo(store, "leaders", leaders.index(rank), len(leaders), timeout)
         # One thread, so that calls keep their order; it waits for the network, not for the interpreter.
+        self._announcer = Announcer(name)
         self._calls = ThreadPoolExecutor(1, thread_name_prefix=f"paceline group {name}")
 
     def shutdown(self) -> None:
         """Leave the group; ranks that still wait for this one are told."""
         self._break_off()
         self._calls.shutdown()
+        self._announcer.close()
         super().shutdown()
 
     abort = shutdown
@@ -62,7 +66,8 @@ class TwoLevelGroup(PythonGroup):
             return self._elsewhere.allreduce(tensors, opts)
         op = reduction_named(opts.reduceOp)
         staged = [Staged(tensor, reduction=op) for tensor in tensors]
-        work = _Pending(tensors, self._calls.submit(self._reduce_all, staged, op, opts.reduceOp))
+        call = _Call(self._calls.submit(self._reduce_all, staged, op, opts.reduceOp))
+        work = Work(tensors, [call], staged, self._announcer)
         if not opts.asyncOp:
             work.wait()
         return work
@@ -74,11 +79,11 @@ class TwoLevelGroup(PythonGroup):
         try:
             for part in staged:
                 self._reduce(part, op, torch_op)
-        except BaseException:
+        except RuntimeError as error:
             self._break_off()  # or the others would wait for the results until their time is up
-            raise
-        for part in staged:
-            part.settle()
+            raise CommError(
+                f"rank {self._rank} of group {self._name!r}, over several hosts, in all_reduce: {error}"
+            ) from error
 
     def _reduce(self, part: Staged, op: str, torch_op: Any) -> None:
         if self._broken:
@@ -136,43 +141,19 @@ for _name in (
     setattr(TwoLevelGroup, _name, _over_gloo(_name))
 
 
-class _Pending(dist.Work):
-    """A reduction under way on the group's thread."""
+class _Call:
+    """A reduction under way on the group's thread, in the place of a ticket."""
 
-    def __init__(self, outputs: Sequence[Tensor], call: Future[None]) -> None:
-        super().__init__()
-        self._outputs, self._call = list(outputs), call
+    is_message = False  # calls end in their order
+    source = -1
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        try:
-            self._call.result(timeout.total_seconds() or None)
-        except NotYet as error:
-            raise CommError(
-                f"an all_reduce was not done within the {timeout.total_seconds():g} s of its wait"
-            ) from error
-        return True
+    def __init__(self, call: Future[None]) -> None:
+        self._call = call
 
-    def is_completed(self) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:
+        with contextlib.suppress(NotYet):
+            self._call.result(timeout)
         return self._call.done()
 
-    def is_success(self) -> bool:
-        return self._call.done() and self._call.exception() is None
-
-    def exception(self) -> BaseException | None:
-        return self._call.exception() if self._call.done() else None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        done: torch.futures.Future[Any] = torch.futures.Future()
-        result = done.then(lambda _: self._result_or_raise())
-        self._call.add_done_callback(lambda _: done.set_result(None))
-        return result
-
-    def _result_or_raise(self) -> list[Tensor]:
-        self.wait()
-        return self._outputs
+    def done(self) -> bool:
+        return self._call.done()

@@ -8,18 +8,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.collectives.core import Ticket
 from paceline.collectives.tensors import Staged
 from paceline.collectives.untraced import untraced
 from paceline.errors import CommError, UsageError
 
 _FOREVER = timedelta(0)  # as torch.distributed says it; the group's own timeout ends every wait
+
+
+class Pending(Protocol):
+    """One call under way, such as a ``Ticket``."""
+
+    is_message: bool
+
+    @property
+    def source(self) -> int: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def done(self) -> bool: ...
 
 
 @untraced
@@ -29,7 +39,7 @@ class Work(dist.Work):
     def __init__(
         self,
         outputs: Sequence[Tensor],
-        tickets: Sequence[Ticket] = (),
+        tickets: Sequence[Pending] = (),
         staged: Sequence[Staged] = (),
         announcer: Announcer | None = None,
     ) -> None:
@@ -126,7 +136,7 @@ class _Done(Work):
 
 DONE = _Done([])
 
-_Pending = tuple[Work, torch.futures.Future[Any]]
+_Announced = tuple[Work, torch.futures.Future[Any]]
 
 
 class Announcer:
@@ -139,7 +149,7 @@ class Announcer:
     def __init__(self, name: str) -> None:
         self._name = f"paceline futures of group {name}"
         self._turn = threading.Condition()
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_Announced] = deque()
         self._someone_waits = self._closed = False
         self._idle = 0
         self._threads: list[threading.Thread] = []
