@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from paceline.bench.measuring import print_table
+
 pytestmark = pytest.mark.processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -134,3 +136,8 @@ def test_ada_sync() -> None:
     assert losses == sorted(losses, reverse=True)
     assert found["worst"] == max(row["ratio"] for row in found["rows"])
     assert all(row["ratio"] == row["ada"] / row["best"] for row in found["rows"])
+
+
+def test_a_value_that_was_not_measured_is_a_dash_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table([{"bytes": 4, "mpi_us": 1.25}, {"bytes": 8, "mpi_us": None}], {"bytes": "d", "mpi_us": ".1f"})
+    assert [line.split() for line in capsys.readouterr().out.splitlines()][1:] == [["4", "1.2"], ["8", "-"]]

@@ -83,8 +83,9 @@ def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Print one line per row; ``columns`` maps the keys to show to their formats, such as ``".2f"``."""
-    lines = [list(columns), *([format(row[key], spec) for key, spec in columns.items()] for row in rows)]
+    """Print one line per row; ``columns`` maps the keys to show to their formats, such as ``".2f"``; None is a dash."""
+    lines = [list(columns)]
+    lines += [["-" if row[key] is None else format(row[key], spec) for key, spec in columns.items()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = zip(line, columns.values(), widths, strict=True)
