@@ -31,7 +31,7 @@ from paceline.bench.measuring import (
     run_workers,
 )
 from paceline.bench.workloads import WORKLOADS, Workload, optimizer_for
-from paceline.launch.environment import threads_per_worker
+from paceline.launch.outfit import threads_per_worker
 
 Kind = Literal["weak", "strong"]
 Case = tuple[int, int]  # number of workers, batch of each

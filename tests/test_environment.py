@@ -10,14 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.launch.environment import (
-    World,
-    asked_policy,
-    read_world,
-    take_supervisor,
-    threads_per_worker,
-    worker_environment,
-)
+from paceline.launch.environment import World, asked_policy, read_world, take_supervisor
+from paceline.launch.outfit import threads_per_worker, worker_environment
 
 TORCHRUN = {
     "RANK": "3",

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.launch.culprit import Life
-from paceline.launch.environment import REPORT_DESCRIPTOR, worker_environment
+from paceline.launch.environment import REPORT_DESCRIPTOR
 from paceline.launch.guard import Guard, sweep
+from paceline.launch.outfit import worker_environment
 from paceline.launch.streams import Copier, Screen
 
 _TICK = 0.05  # seconds between looks at the processes

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.errors import UsageError
 
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *_MASTER, "TORCHELASTIC_USE_AGENT_STORE")
 REPORT_DESCRIPTOR = "PACELINE_REPORT_FD"
-_SUPERVISOR = "PACELINE_SUPERVISOR_PID"
-_POLICY = "PACELINE_POLICY"
+SUPERVISOR = "PACELINE_SUPERVISOR_PID"
+POLICY = "PACELINE_POLICY"
+_SERVER = "PACELINE_SERVER"
+TOKEN = "PACELINE_TOKEN"
+_ROLE = "PACELINE_ROLE"
+_MEMORY_DESCRIPTOR = "PACELINE_MEMORY_FD"
+_INCARNATION = "PACELINE_INCARNATION"
+_DELAY = "PACELINE_DELAY"
+_BIND = "PACELINE_BIND"
+_TRUSTED = "PACELINE_TRUSTED"
+SERVICE = (_SERVER, TOKEN, _ROLE, _MEMORY_DESCRIPTOR, _INCARNATION, _DELAY, _BIND, _TRUSTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +46,39 @@ class World:
         return f"tcp://{host}:{self.master_port}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerPlace:
+    """A process's place at a parameter server: which of the two it is, and what it needs to find or be one.
+
+    Every worker that ``paceline run`` starts has one, also if no server will be needed.
+    """
+
+    address: str  # that the server binds and workers connect to, such as ipc://@name or tcp://host:port
+    token: str  # in hexadecimal digits: who has it may join
+    role: Literal["worker", "server"] = "worker"
+    workers: int | None = None  # expected from the start; None where the server is on another host and knows
+    memory_fd: int | None = None  # memory that the processes of the server's host share; None elsewhere
+    incarnation: int = 0  # how many of this rank there were before
+    delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that its 1 stands for
+    bind: str | None = None  # for the server: host:port for workers that were started elsewhere; port 0 is any
+    trusted: bool = False  # whether tensors may go unencrypted between hosts
+
+
+_place: ServerPlace | None = None  # as taken
+
+
 def read_world(environment: Mapping[str, str] | None = None) -> World | None:
     """Read the world that ``paceline run``, ``torchrun``, Slurm's ``srun`` or the like put into the environment.
 
     ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` go together; without ``LOCAL_RANK`` and
     ``LOCAL_WORLD_SIZE`` the worker is taken to be alone on its host, as where each has a container of its own.
-    Under ``srun`` only the last two of the four have to be set. Without any launcher there is no world: ``None``.
+    Under ``srun`` only the last two of the four have to be set. Without any launcher there is no world: ``None``; nor
+    for a server, or for a worker whose rank is the server's to give.
     """
     found = _Variables(os.environ if environment is None else environment)
+    at_server = found.any(_SERVER) or (environment is None and _place is not None)
+    if at_server and not found.any("RANK"):
+        return None
     if found.any("RANK", "WORLD_SIZE"):
         return _torch_world(found)
     if found.any("SLURM_PROCID"):
@@ -57,7 +94,7 @@ def read_place() -> tuple[int, int] | None:
 
 def asked_policy(environment: Mapping[str, str] | None = None) -> str | None:
     """The policy given to ``paceline run --policy``, if one was."""
-    return (os.environ if environment is None else environment).get(_POLICY) or None
+    return (os.environ if environment is None else environment).get(POLICY) or None
 
 
 def take_supervisor() -> tuple[int, int] | None:
@@ -65,53 +102,77 @@ def take_supervisor() -> tuple[int, int] | None:
 
     They are this process's alone: its children must not find them.
     """
-    values = [os.environ.pop(name, "") for name in (_SUPERVISOR, REPORT_DESCRIPTOR)]
+    values = [os.environ.pop(name, "") for name in (SUPERVISOR, REPORT_DESCRIPTOR)]
     if not all(value.isdecimal() for value in values):
         return None
     return int(values[0]), int(values[1])
 
 
-def worker_environment(
-    *,
-    rank: int,
-    workers: int,
-    port: int,
-    policy: str | None = None,
-    base: Mapping[str, str] | None = None,
-) -> dict[str, str]:
-    """Make the environment of one local worker: ``base`` (or ours), torchrun's variables and our own.
+def take_server_place() -> ServerPlace | None:
+    """Take this process's place at a parameter server out of the environment, and give it again when asked again.
 
-    What the user has set of the number of threads, Gloo's interface and Python's buffering stays.
+    Its children find neither the token nor the memory.
     """
-    inherited = dict(os.environ if base is None else base)
-    defaults = {
-        "OMP_NUM_THREADS": str(threads_per_worker(workers)),
-        "GLOO_SOCKET_IFNAME": _loopback_interface(),
-        "PYTHONUNBUFFERED": "1",
+    global _place
+    if os.environ.get(_SERVER):
+        _place = _read_server_place(os.environ)
+        for name in SERVICE:
+            os.environ.pop(name, None)
+    return _place
+
+
+def _read_server_place(environment: Mapping[str, str]) -> ServerPlace:
+    found = _Variables(environment)
+    role = found.text(_ROLE, _SERVER) if found.any(_ROLE) else "worker"
+    if role not in ("worker", "server"):
+        raise UsageError(f"{_ROLE} should be server, or not set, found {role!r} in the environment")
+    return ServerPlace(
+        address=found.text(_SERVER, _SERVER),
+        token=found.text(TOKEN, _SERVER),
+        role="server" if role == "server" else "worker",
+        workers=found.number("WORLD_SIZE", _SERVER, least=1) if found.any("WORLD_SIZE") else None,
+        memory_fd=_own_descriptor(found),
+        incarnation=found.number(_INCARNATION, _SERVER) if found.any(_INCARNATION) else 0,
+        delay=_read_delay(found.text(_DELAY, _SERVER)) if found.any(_DELAY) else None,
+        bind=found.text(_BIND, _SERVER) if found.any(_BIND) else None,
+        trusted=found.any(_TRUSTED) and found.text(_TRUSTED, _SERVER) == "1",
+    )
+
+
+def _own_descriptor(found: _Variables) -> int | None:
+    """The descriptor of the shared memory, kept from children from now on."""
+    if not found.any(_MEMORY_DESCRIPTOR):
+        return None
+    descriptor = found.number(_MEMORY_DESCRIPTOR, _SERVER)
+    with contextlib.suppress(OSError):  # the number is from another life
+        os.set_inheritable(descriptor, False)
+        return descriptor
+    return None
+
+
+def _read_delay(text: str) -> tuple[str, float]:
+    try:
+        found = json.loads(text)
+        return str(found["text"]), float(found["unit"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f'{_DELAY} should be like {{"text": "1+exp(0.5)", "unit": 0.04}}, found {text!r} in the environment'
+        ) from error
+
+
+def server_variables(place: ServerPlace) -> dict[str, str]:
+    """The environment variables in which a process finds this place; the number of workers is not among them."""
+    values = {
+        _SERVER: place.address,
+        TOKEN: place.token,
+        _ROLE: "server" if place.role == "server" else None,
+        _MEMORY_DESCRIPTOR: place.memory_fd,
+        _INCARNATION: place.incarnation,
+        _DELAY: place.delay and json.dumps({"text": place.delay[0], "unit": place.delay[1]}),
+        _BIND: place.bind,
+        _TRUSTED: "1" if place.trusted else None,
     }
-    fixed = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the supervisor's: rank 0 must not open one
-        _SUPERVISOR: str(os.getpid()),
-    }
-    asked = {} if policy is None else {_POLICY: policy}
-    return {**defaults, **inherited, **fixed, **asked}
-
-
-def threads_per_worker(workers: int) -> int:
-    """An equal share of the cores that this process may use, at least one."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable // workers)
-
-
-def _loopback_interface() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return "lo0" if "lo0" in names else "lo"
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 class _Variables:
