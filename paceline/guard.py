@@ -75,9 +75,9 @@ class LossGuard:
                 raise SkipUpdate
             raise self._error(loss, "the update that was under way was given up")
 
-    def remember_buffers(self, model: nn.Module) -> None:
+    def remember_buffers(self, model: nn.Module, *, always: bool = False) -> None:
         """Keep the buffers as they are now, if steps may be skipped: forward passes change them (BatchNorm)."""
-        if self.on_nan == "skip":
+        if always or self.on_nan == "skip":
             self._buffers = [buffer.detach().clone() for buffer in model.buffers()]
 
     def restore_buffers(self, model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, NoReturn, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,12 @@ from paceline.data.sampler import Last
 from paceline.data.stream import BatchStream
 from paceline.errors import CheckpointError, UsageError, unknown_name
 from paceline.guard import LossGuard, OnNaN, SkipUpdate, Where
-from paceline.launch.environment import asked_policy, read_place
+from paceline.launch.environment import ServerPlace, asked_policy, read_place, take_server_place
 from paceline.launch.reports import report, report_failure
 from paceline.peers.exchange import Exchange, connect
 from paceline.peers.reducer import Outcome
 from paceline.policies import Policy, parse_policy
+from paceline.policies.server import ServerPolicy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
 from paceline.record.metrics import as_number
 from paceline.record.run import Run
@@ -107,6 +108,13 @@ def join(
     _check(trainee)
     policy = parse_policy(policy if policy is not None else asked_policy() or "all-reduce")
     report("joined")  # before others are waited for: then one that never joins is found out
+    place = take_server_place()
+    if isinstance(policy, ServerPolicy) and place is not None and group is None:
+        settings: dict[str, Any] = {"policy": policy, "on_nan": on_nan}
+        if place.role == "worker":
+            return _join_served(trainee, model, place, settings)
+        settings |= {"seed": seed, "save_every": save_every, "log_every": log_every}
+        _host(trainee, place, settings, run=run, resume=resume, keep=keep, config=dict(config or {}))
     exchange = connect(trainee.model, policy, group=group, place=read_place())
     opened = session = None
     try:
@@ -132,6 +140,37 @@ def join(
     return session
 
 
+def _join_served(trainee: Trainee, model: nn.Module, place: ServerPlace, settings: Mapping[str, Any]) -> Session:
+    """Join as a worker of the server that the launcher knows of."""
+    from paceline.served import join_served  # which is built on this module
+
+    return join_served(trainee, model, place, **settings)
+
+
+def _host(
+    trainee: Trainee,
+    place: ServerPlace,
+    settings: Mapping[str, Any],
+    *,
+    run: str | Path | None,
+    resume: bool | str | Path,
+    keep: int,
+    config: Mapping[str, Any],
+) -> NoReturn:
+    """Be the server: serve until the run ends, then end the script."""
+    from paceline.hosting import HostingSession
+
+    opened = _open_run(run, resume, keep) if run is not None else None
+    try:
+        session = HostingSession(trainee, workers=place.workers or 1, run=opened, **settings)
+        session._start(Path(run) if run is not None else None, resume, config)
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        raise
+    session.serve(place)
+
+
 def _open_run(path: str | Path, resume: bool | str | Path, keep: int) -> Run:
     """Open the run's directory; one that holds a run already only to go on with it, not from another's checkpoint."""
     run_checkpoints = Path(path) / "checkpoints"
@@ -142,10 +181,11 @@ def _open_run(path: str | Path, resume: bool | str | Path, keep: int) -> Run:
 class Step:
     """One step of the loop, as ``with session.step() as step``.
 
-    Leaving the block updates the parameters; an exception inside it passes through and updates nothing.
+    Leaving the block updates the parameters; an exception inside it passes through and updates nothing. Under a policy
+    that cancels late work a block may end early, at any call of a module; ``cancelled`` tells.
     """
 
-    __slots__ = ("_session", "accumulate", "closure", "examples", "recorded", "skipped")
+    __slots__ = ("_session", "accumulate", "cancelled", "closure", "examples", "recorded", "skipped")
 
     def __init__(
         self,
@@ -159,6 +199,7 @@ class Step:
         self.closure: Callable[[], Tensor] | None = None  # set by minimize(): where the gradients come from
         self.recorded: dict[str, Any] = {}
         self.skipped = False  # its loss was not finite, and the session was told to skip such steps
+        self.cancelled = False  # the server went on without it: the block was left early, and nothing came of it
 
     def record(self, **values: Any) -> None:
         """Put ``values`` in this step's line of the metrics; a ``loss`` among them is also checked for NaN.
@@ -180,8 +221,8 @@ class Step:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session._end(self, failed=kind is not None)
+    ) -> bool:
+        return self._session._end(self, error)
 
 
 class Session:
@@ -189,6 +230,8 @@ class Session:
 
     ``steps`` counts the updates made, ``rank`` and ``world_size`` say which worker this is and of how many.
     """
+
+    in_step = True  # between steps all workers have made the same updates, and have the same parameters
 
     def __init__(
         self,
@@ -272,6 +315,12 @@ class Session:
         with step:
             pass
         return torch.as_tensor(step.recorded["loss"])
+
+    def refresh(self) -> None:
+        """Have the newest parameters in the model, for an evaluation: under a server policy those of the server's.
+
+        Where workers are in step with each other, all have them after every step.
+        """
 
     def epochs(self, count: int) -> Iterator[int]:
         """Go through the epochs up to ``count`` that are not done yet, for loops that do something after each."""
@@ -429,12 +478,17 @@ class Session:
             return self._bad_loss
         return step.loss() if step.examples != 0 else None
 
-    def _end(self, step: Step, failed: bool) -> None:
+    def _end(self, step: Step, error: BaseException | None) -> bool:
+        """End a block; True if its exception was our own and goes no further."""
         self._current = None
-        self._accumulating = step.accumulate and not failed
-        if failed:
+        self._accumulating = step.accumulate and error is None
+        if error is not None:
             self._exchange.release(failed=True)
-            return
+            return False
+        self._conclude(step)
+        return False
+
+    def _conclude(self, step: Step) -> None:
         outcome = self._exchange.finish() if not step.accumulate and step.closure is None else None
         if self._clock is not None:
             self._clock.computed(outcome)

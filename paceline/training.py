@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -17,10 +18,10 @@ from paceline.data.feed import DatasetFeed, Fetched
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError, unknown_name
 from paceline.guard import OnNaN
-from paceline.launch.environment import read_world
+from paceline.launch.environment import read_world, take_server_place
 from paceline.optim import make_optimizer
-from paceline.peers.exchange import check_live
 from paceline.policies import parse_policy
+from paceline.policies.server import ServerPolicy
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.schedules import ScheduleConfig
 from paceline.seeding import derive_seed, seed_streams
@@ -121,10 +122,12 @@ def train(
 
 def check_config(config: TrainConfig, problem: Problem, workers: int = 1) -> None:
     """Raise what would be raised by ``train`` before its first step, without making a run."""
-    check_live(parse_policy(config.policy), workers)
+    policy = parse_policy(config.policy)
+    if isinstance(policy, ServerPolicy):
+        policy.begin(workers)
     pick_device(config.device)
     make_optimizer(config.optimizer or problem.recipe.optimizer, problem.make_model().parameters())
-    training_sampler(config, problem, workers)
+    training_sampler(config, problem, 1 if isinstance(policy, ServerPolicy) else workers)
 
 
 def training_sampler(config: TrainConfig, problem: Problem, workers: int) -> ShardedSampler:
@@ -185,6 +188,7 @@ class _Training:
         with self._join() as session:
             resumed_at = session.steps
             self._train(session, started)
+            session.refresh()
             loss, value = self._evaluation(session)
             metric, target = self.problem.metric, self.problem.target
             return TrainResult(
@@ -204,14 +208,12 @@ class _Training:
 
     def _join(self) -> Session:
         config = self.config
-        world = read_world()
-        workers = world.size if world is not None else 1
-        steps_per_epoch = self._sampler(workers).steps_per_epoch
+        steps_per_epoch, batches = self._pace()
         scheduler = config.schedule.build(
             self.optimizer,
             steps_per_epoch=steps_per_epoch,
             epochs=self.epochs,
-            batch=self.batch_size * workers,
+            batch=self.batch_size * batches,
         )
         return join(
             self.model,
@@ -228,15 +230,25 @@ class _Training:
             config={"train": asdict(config)},
         )
 
+    def _pace(self) -> tuple[int, int]:
+        """How many updates an epoch has, and of how many batches each is made, as far as that can be told before."""
+        world, place, policy = read_world(), take_server_place(), parse_policy(self.config.policy)
+        workers = world.size if world is not None else 1
+        if place is None or not isinstance(policy, ServerPolicy):
+            return self._sampler(workers).steps_per_epoch, workers
+        batches = policy.pushes_per_commit(place.workers or workers)
+        return -(-self._sampler(1).steps_per_epoch // batches), batches
+
     def _sampler(self, workers: int) -> ShardedSampler:
         return training_sampler(self.config, self.problem, workers)
 
     def _train(self, session: Session, started: float) -> None:
         total_steps = self._total_steps(session)
+        last_step = total_steps if session.in_step else self.config.max_steps or math.inf
         examples = 0
         for _ in session.epochs(self.epochs):
             for inputs, targets in session.batches(self.problem.train, self.batch_size):
-                if session.steps >= total_steps:
+                if session.steps >= last_step:
                     return
                 loss = self._step(session, inputs.to(self.device), targets.to(self.device))
                 examples += len(inputs) * session.world_size
@@ -258,7 +270,11 @@ class _Training:
                 self._evaluation(session)
 
     def _total_steps(self, session: Session) -> int:
-        """The updates made so far, perhaps by another number of workers, and those to come."""
+        """The updates made so far, perhaps by another number of workers, and those to come; with a server about."""
+        if not session.in_step:
+            steps_per_epoch, _ = self._pace()
+            total = steps_per_epoch * self.epochs
+            return min(total, self.config.max_steps or total)
         sampler = self._sampler(session.world_size)
         whole_epochs = self.epochs - session.epoch - 1
         to_come = whole_epochs * sampler.steps_per_epoch + sampler.steps_left(session.consumed)
@@ -291,12 +307,21 @@ class _Training:
     def _evaluation(self, session: Session) -> tuple[float, float]:
         """Evaluate the parameters as they are, unless that was just done."""
         if self.evaluated is None or self.evaluated[0] != session.steps:
-            rank, world_size = session.rank, session.world_size
-            *own, examples = evaluate(self.model, self.problem, self.device, rank=rank, world_size=world_size)
-            loss, value = session.mean(torch.tensor(own, dtype=torch.float64), examples=examples).tolist()
+            loss, value = self._evaluate_together(session) if session.in_step else self._evaluate_alone()
             session.record("evaluation", test_loss=loss, **{self.problem.metric.name: value})
             self.evaluated = session.steps, (loss, value)
         return self.evaluated[1]
+
+    def _evaluate_together(self, session: Session) -> tuple[float, float]:
+        rank, world_size = session.rank, session.world_size
+        *own, examples = evaluate(self.model, self.problem, self.device, rank=rank, world_size=world_size)
+        loss, value = session.mean(torch.tensor(own, dtype=torch.float64), examples=examples).tolist()
+        return loss, value
+
+    def _evaluate_alone(self) -> tuple[float, float]:
+        """With a server every worker does all of it: who would do its share is not known if one dies."""
+        loss, value, _ = evaluate(self.model, self.problem, self.device)
+        return loss, value
 
 
 def _evaluation_batches(dataset: Dataset[Any], rank: int, world_size: int) -> Iterator[Fetched]:

@@ -6,7 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ class DatasetFeed:
         in_workers = self._options.get("num_workers", 0) > 0
         seed = self._sampler.seed if self._seeded_fetch or in_workers else None
         requests: Any = ([(shard.number, _to_fetch(shard).tolist())] for shard in shards)
-        fetch = _NumberedFetch(self._dataset, seed, epoch)
+        fetch = NumberedFetch(self._dataset, seed, epoch)
         return DataLoader(fetch, batch_sampler=requests, generator=generator, **self._options)
 
 
@@ -201,6 +201,45 @@ class LoaderFeed:
             yield batch
 
 
+class Indexed(NamedTuple):
+    """A map-style data set and how its batches are made."""
+
+    dataset: Any
+    batch_size: int
+    shuffle: bool
+    last: Last
+    options: Mapping[str, Any]  # of a DataLoader
+
+
+def resolve(
+    source: Any,
+    *,
+    batch_size: int | None,
+    shuffle: bool,
+    last: Last,
+    loader_options: Mapping[str, Any],
+    open_loaders: bool,
+) -> Indexed | Iterable[Any]:
+    """Find out what was given to ``batches``: a data set to take batches of, or something that makes its own.
+
+    With ``open_loaders`` a DataLoader that goes through a whole data set is taken for the data set.
+    """
+    if open_loaders and isinstance(source, DataLoader) and _can_be_sharded(source) and batch_size is None:
+        batch_size, loader_options = source.batch_size, {**_options_of(source), **loader_options}
+        shuffle, last = isinstance(source.sampler, RandomSampler), "drop" if source.drop_last else "short"
+        source = source.dataset
+    _check_options(loader_options)
+    if isinstance(source, IterableDataset):
+        return DataLoader(source, batch_size=batch_size, **loader_options)
+    if batch_size is not None or loader_options or isinstance(source, Dataset):
+        _check_indexable(source, batch_size, loader_options)
+        assert batch_size is not None
+        return Indexed(source, batch_size, shuffle, last, loader_options)
+    if not isinstance(source, Iterable):
+        raise UsageError(f"batches() wants a data set, a loader or an iterable of batches, got {type(source).__name__}")
+    return source
+
+
 def make_feed(
     source: Any,
     *,
@@ -215,30 +254,27 @@ def make_feed(
     largest: Callable[[int], int],
 ) -> Feed:
     """Choose how to feed a worker from ``source``: a data set, a loader, or any iterable of batches."""
-    if world_size > 1 and isinstance(source, DataLoader) and _can_be_sharded(source) and batch_size is None:
-        batch_size, loader_options = source.batch_size, {**_options_of(source), **loader_options}
-        shuffle, last = isinstance(source.sampler, RandomSampler), "drop" if source.drop_last else "short"
-        source = source.dataset
-    _check_options(loader_options)
-    if isinstance(source, IterableDataset):
-        source = DataLoader(source, batch_size=batch_size, **loader_options)
-    elif batch_size is not None or loader_options or (isinstance(source, Dataset)):
-        _check_indexable(source, batch_size, loader_options)
-        assert batch_size is not None
+    found = resolve(
+        source,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        last=last,
+        loader_options=loader_options,
+        open_loaders=world_size > 1,
+    )
+    if isinstance(found, Indexed):
         sampler = ShardedSampler(
-            num_samples=len(source),
-            batch_size=batch_size,
+            num_samples=len(found.dataset),
+            batch_size=found.batch_size,
             rank=rank,
             world_size=world_size,
             seed=seed,
-            shuffle=shuffle,
-            last=last,
+            shuffle=found.shuffle,
+            last=found.last,
         )
-        return DatasetFeed(source, sampler, seeded_fetch=seeded_fetch, loader_options=loader_options)
-    if not isinstance(source, Iterable):
-        raise UsageError(f"batches() wants a data set, a loader or an iterable of batches, got {type(source).__name__}")
+        return DatasetFeed(found.dataset, sampler, seeded_fetch=seeded_fetch, loader_options=found.options)
     seeds = (seed, rank) if seeded_fetch else None
-    return LoaderFeed(source, world_size=world_size, largest=largest, seeds=seeds)
+    return LoaderFeed(found, world_size=world_size, largest=largest, seeds=seeds)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -294,7 +330,7 @@ def count_examples(data: Any) -> int | None:
     return None
 
 
-class _NumberedFetch(Dataset[Any]):
+class NumberedFetch(Dataset[Any]):
     """Fetch a whole batch, seeding the random streams from its number if given a seed."""
 
     def __init__(self, dataset: Dataset[Any], seed: int | None, epoch: int) -> None:

@@ -119,7 +119,7 @@ class ShardedSampler:
             total = self._step_size if self.last == "pad" else min(self._step_size, left)
             start, stop = _slice(total, self.rank, self.world_size)
             yield Shard(
-                indices=_take(order, first + start, first + stop),
+                indices=take_places(order, first + start, first + stop),
                 epoch=epoch,
                 number=first + self.rank * self.batch_size,
                 total=total,
@@ -132,7 +132,7 @@ def _slice(total: int, rank: int, world_size: int) -> tuple[int, int]:
     return rank * total // world_size, (rank + 1) * total // world_size
 
 
-def _take(order: Tensor, start: int, stop: int) -> Tensor:
+def take_places(order: Tensor, start: int, stop: int) -> Tensor:
     """Positions start to stop of the order repeated without end."""
     if stop <= len(order):
         return order[start:stop]

@@ -82,17 +82,17 @@ def connect(model: nn.Module, policy: Policy, *, group: Any, place: tuple[int, i
         return Alone()
     if peers.size == 1:
         return Alone()
-    check_live(policy, peers.size)
+    check_peers(policy)
     assert isinstance(policy, AllReduce)
     return AllReduceExchange(model, peers, policy)
 
 
-def check_live(policy: Policy, workers: int) -> None:
-    """Raise if real workers cannot run under the policy; one alone can under any."""
-    if workers > 1 and not isinstance(policy, AllReduce):
+def check_peers(policy: Policy) -> None:
+    """Raise if workers that meet as peers cannot run under the policy."""
+    if not isinstance(policy, AllReduce):
         raise UsageError(
-            f"policy {policy} cannot run on {workers} workers: it needs a parameter server, of which there is only a "
-            f"virtual one yet. Use all-reduce, or try: paceline simulate --policies '{policy}' --workers {workers}"
+            f"policy {policy} needs a server, which only Paceline's own launcher starts; "
+            f"run the script by: paceline run --workers N --policy '{policy}' script.py"
         )
 
 

@@ -1,0 +1,42 @@
+"""The batches of a data set by number, for runs in which somebody else says which batch comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from paceline.data.feed import NumberedFetch
+from paceline.data.sampler import ShardedSampler, take_places
+
+
+class NumberedBatches:
+    """Read any batch of any epoch: the same samples on every worker, and the same random augmentation."""
+
+    def __init__(self, dataset: Dataset[Any], sampler: ShardedSampler, collate: Callable[[Any], Any] | None = None) -> None:
+        self.sampler = sampler  # of one worker: its steps are the batches
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._orders: dict[int, Tensor] = {}  # of the epochs under way
+
+    def fetch(self, epoch: int, number: int) -> tuple[Any, int]:
+        """Give batch ``number`` of ``epoch``, and how many samples it has."""
+        places = self._places(epoch, number)
+        if type(self._dataset) is TensorDataset:
+            return [tensor[places] for tensor in self._dataset.tensors], len(places)
+        # Seeded as where each worker takes its batches in turn: by the position of the first sample.
+        first = number * self.sampler.batch_size
+        fetch = NumberedFetch(self._dataset, self.sampler.seed, epoch)
+        return self._collate(fetch.__getitems__([(first, places.tolist())])), len(places)
+
+    def _places(self, epoch: int, number: int) -> Tensor:
+        if epoch not in self._orders:
+            self._orders = {known: order for known, order in self._orders.items() if known >= epoch - 1}
+            self._orders[epoch] = self.sampler.order(epoch)
+        size = self.sampler.batch_size
+        stop = (number + 1) * size
+        if self.sampler.last != "pad":
+            stop = min(stop, self.sampler.num_samples)
+        return take_places(self._orders[epoch], number * size, stop)

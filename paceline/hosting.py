@@ -1,0 +1,135 @@
+"""The server's role: ``join()`` serves the script's own model and optimizer until the run ends, then ends the script."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from paceline.guard import OnNaN
+from paceline.launch.environment import ServerPlace
+from paceline.launch.reports import report
+from paceline.peers.exchange import Alone
+from paceline.policies.server import ServerPolicy
+from paceline.record.run import Run
+from paceline.server.listening import Listener
+from paceline.server.live import Committed, LiveServer
+from paceline.server.work_queue import WorkQueue
+from paceline.session import Session
+from paceline.trainee import Trainee
+
+
+class Hosting(Alone):
+    """What the server's session keeps in place of an exchange: which batches are used."""
+
+    def __init__(self, workers: int) -> None:
+        self.rank, self.world_size = 0, workers
+        self.queue = WorkQueue()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.queue.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.queue.load_state_dict(state)
+
+
+class HostingSession(Session):
+    """The session of the server's process: it has the run's directory, and its ``steps`` are commits."""
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        *,
+        workers: int,
+        policy: ServerPolicy,
+        seed: int | None,
+        run: Run | None,
+        save_every: int | None,
+        log_every: int,
+        on_nan: OnNaN,
+    ) -> None:
+        self._hosting = Hosting(workers)
+        self._server_policy = policy
+        super().__init__(
+            trainee,
+            policy=policy,
+            exchange=self._hosting,
+            clock=None,
+            seed=seed,
+            run=run,
+            save_every=save_every,
+            log_every=log_every,
+            on_nan=on_nan,
+        )
+
+    def serve(self, place: ServerPlace) -> NoReturn:
+        """Serve until the workers have left or a signal comes; raises ``SystemExit`` in the end."""
+        caught: list[int] = []
+        listener = Listener(bytes.fromhex(place.token), trusted=place.trusted)
+        with _caught_signals(caught), self:
+            try:
+                server = LiveServer(
+                    self._trainee,
+                    self._server_policy,
+                    workers=self.world_size,
+                    waits_for_all=place.memory_fd is not None,
+                    memory=os.memfd_create("paceline", os.MFD_CLOEXEC) if place.memory_fd is None else place.memory_fd,
+                    queue=self._hosting.queue,
+                    version=self.steps,
+                    seed=self.seed,
+                    listener=listener,
+                    host=self,
+                )
+                _listen(listener, place)
+                server.serve(lambda: bool(caught))
+                for rank, figures in server.figures().items():
+                    self._write("worker", worker=rank, **figures)
+                self._write("strangers", refused=listener.strangers)
+            finally:
+                listener.close()
+        raise SystemExit(128 + caught[0] if caught else 0)
+
+    # What the server asks of its host ---------------------------------------------------------------------
+
+    def rate(self) -> float:
+        return self._rate()
+
+    def committed(self, commit: Committed) -> None:
+        self.steps, self._data.epoch = commit.version, commit.epoch
+        if self.steps % self._log_every == 0:
+            values = dataclasses.asdict(commit)
+            del values["version"], values["epoch"]
+            self._write("commit", **values)
+        if self._save_every is not None and self.steps % self._save_every == 0:
+            self.save()
+
+    def note(self, event: str, values: dict[str, Any]) -> None:
+        self._write(event, **values)
+
+    def _write(self, event: str, **values: Any) -> None:
+        if self.run is not None and self.run.metrics is not None:
+            self.run.metrics.write(event, **{"step": self.steps, "epoch": self.epoch, **values})
+
+
+def _listen(listener: Listener, place: ServerPlace) -> None:
+    if place.memory_fd is not None:
+        listener.bind(place.address, remote=False)
+    address = listener.bind(f"tcp://{place.bind}", remote=True) if place.bind is not None else None
+    report("serving", address=address)
+
+
+@contextlib.contextmanager
+def _caught_signals(caught: list[int]) -> Iterator[None]:
+    """Collect the signals that ask us to stop: the server ends between two messages, and saves."""
+    before = {
+        number: signal.signal(number, lambda number, _: caught.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

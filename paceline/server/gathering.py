@@ -1,0 +1,115 @@
+"""The pushes of a commit, added up as they come, so that a worker can go on before the commit is made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.server.layout import ModelLayouts
+
+
+class MeanOfPushes:
+    """The mean of the gradients and buffers pushed since the last commit, weighted by their examples."""
+
+    def __init__(self, layouts: ModelLayouts) -> None:
+        self._layouts = layouts
+        self._sum: Tensor | None = None  # made when a commit first has more than one push
+        self._examples = 0
+        self._used = 0  # bits of the parameters that any push has a gradient for
+        self._count = 0
+
+    def add(self, memory: Tensor, examples: int, used: bytes) -> None:
+        """Add a push; its memory may change afterwards."""
+        if self._sum is None:
+            self._sum = torch.zeros_like(memory)
+        for total, part in zip(self._layouts.up.flat(self._sum), self._layouts.up.flat(memory), strict=True):
+            if not (total.is_floating_point() or total.is_complex()):
+                total.copy_(part)  # a count of batches seen: the last one's
+            elif self._count == 0:
+                torch.mul(part, examples, out=total)
+            else:
+                total.add_(part, alpha=examples)
+        self._examples += examples
+        self._used |= int.from_bytes(used, "little")
+        self._count += 1
+
+    def put(self, only: tuple[Tensor, bytes] | None = None) -> None:
+        """Put the mean where the optimizer looks for it; ``only`` is a push that makes up the commit alone."""
+        if only is not None:
+            memory, used = only[0], int.from_bytes(only[1], "little")
+        else:
+            assert self._sum is not None, "a commit of pushes that were never added"
+            memory, used = self._sum, self._used
+            for total in self._layouts.up.flat(memory):
+                if total.is_floating_point() or total.is_complex():
+                    total.div_(max(1, self._examples))
+        views = self._layouts.up.views(memory)
+        trained = self._layouts.trained
+        for place, (parameter, gradient) in enumerate(zip(trained, views, strict=False)):
+            parameter.grad = gradient.to(parameter.device) if used >> place & 1 else None
+        for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=True):
+            buffer.copy_(pushed)
+        self._examples = self._used = self._count = 0
+
+
+def not_finite(layouts: ModelLayouts, memory: Tensor) -> str | None:
+    """Name the first trained parameter whose gradient holds a NaN or an infinity, or say that a buffer does.
+
+    A sum tells in one quick pass; only if it is not finite are the numbers looked at one by one.
+    """
+    if all(_finite_sum(part) for part in layouts.up.flat(memory)):
+        return None
+    names = [*layouts.trained_names, *("a buffer" for _ in layouts.buffers)]
+    for name, view in zip(names, layouts.up.views(memory), strict=True):
+        if not bool(torch.isfinite(view).all()):
+            return name
+    return None
+
+
+def _finite_sum(part: Tensor) -> bool:
+    if not (part.is_floating_point() or part.is_complex()):
+        return True
+    wide = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
+    return bool(torch.isfinite(part.sum(dtype=wide)))
+
+
+def fill_push(layouts: ModelLayouts, views: list[Tensor]) -> bytes:
+    """Copy a worker's gradients and buffers to where its push is taken from; give the bits of the ones that it has."""
+    used = 0
+    for place, (parameter, view) in enumerate(zip(layouts.trained, views, strict=False)):
+        gradient = parameter.grad
+        if gradient is None:
+            view.zero_()
+            continue
+        used |= 1 << place
+        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+    for buffer, view in zip(layouts.buffers, views[len(layouts.trained) :], strict=True):
+        view.copy_(buffer)
+    return used.to_bytes(-(-len(layouts.trained) // 8), "little")
+
+
+def adopt(layouts: ModelLayouts, memory: Tensor) -> None:
+    """Let the server's parameters and buffers lie in ``memory``; those on another device are copied by ``publish``."""
+    for tensor, view in zip([*layouts.parameters, *layouts.buffers], layouts.down.views(memory), strict=True):
+        view.copy_(tensor.detach())
+        if tensor.device.type == "cpu":
+            tensor.data = view
+
+
+def publish(layouts: ModelLayouts, memory: Tensor) -> None:
+    """Copy what does not lie in ``memory`` there."""
+    tensors = [*layouts.parameters, *layouts.buffers]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return
+    for tensor, view in zip(tensors, layouts.down.views(memory), strict=True):
+        if tensor.device.type != "cpu":
+            view.copy_(tensor.detach())
+
+
+def read_parameters(layouts: ModelLayouts, memory: Tensor) -> None:
+    """Copy the server's parameters and buffers into a worker's model."""
+    with torch.no_grad():
+        for tensor, view in zip([*layouts.parameters, *layouts.buffers], layouts.down.views(memory), strict=True):
+            tensor.copy_(view)
+
+

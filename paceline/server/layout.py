@@ -1,0 +1,65 @@
+"""Where the tensors of a model lie in one stretch of bytes, the same on the server and on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+_ALIGNMENT = 64  # bytes: kernels give other bits on other alignments
+
+
+class Layout:
+    """Places for tensors of these shapes and dtypes, those of one dtype one behind the other.
+
+    >>> layout = Layout([torch.zeros(3), torch.zeros(2, dtype=torch.int64), torch.zeros(5)])
+    >>> layout.nbytes, layout.spans
+    (192, [(torch.float32, 0, 128), (torch.int64, 128, 192)])
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._offsets = [0] * len(tensors)
+        self.spans: list[tuple[torch.dtype, int, int]] = []  # first and last byte of each dtype's stretch
+        self.nbytes = 0
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            start = self.nbytes
+            for place, tensor in enumerate(tensors):
+                if tensor.dtype == dtype:
+                    self._offsets[place] = self.nbytes
+                    self.nbytes += -(-tensor.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            self.spans.append((dtype, start, self.nbytes))
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """The tensors in ``memory``, which is of bytes."""
+        return [
+            memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for (shape, dtype), offset in zip(self._shapes, self._offsets, strict=True)
+        ]
+
+    def flat(self, memory: Tensor) -> list[Tensor]:
+        """One vector for each dtype: all its tensors, with the gaps between them."""
+        return [memory[start:stop].view(dtype) for dtype, start, stop in self.spans]
+
+
+class ModelLayouts:
+    """What travels: ``down`` the parameters and buffers, ``up`` the gradients of what is trained, and the buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = list(model.named_parameters())
+        buffers = [buffer for _, buffer in model.named_buffers()]
+        self.parameters = [parameter for _, parameter in named]
+        self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.trained_names = [name for name, parameter in named if parameter.requires_grad]
+        self.buffers = buffers
+        self.down = Layout([*self.parameters, *buffers])
+        self.up = Layout([*self.trained, *buffers])
+
+    @staticmethod
+    def describe(model: nn.Module) -> tuple[tuple[str, tuple[int, ...], str, bool], ...]:
+        """Name, shape, dtype of every tensor, and whether it is trained: equal on processes that fit together."""
+        return tuple(
+            (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        )

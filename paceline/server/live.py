@@ -1,0 +1,447 @@
+"""The live server: a policy driven by real workers.
+
+Everything happens in one thread, in the order in which messages come. An event (a worker joins, asks, pushes, leaves) goes
+to the policy, and the actions that it answers are carried out: commits by the script's own optimizer, on parameters that lie
+in memory shared with the workers of this host.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CommError, PacelineError, UsageError, WireError
+from paceline.policies import messages as decided
+from paceline.policies.server import ServerPolicy
+from paceline.policies.state import NOT_YET
+from paceline.server import wire
+from paceline.server.gathering import MeanOfPushes, adopt, not_finite, publish
+from paceline.server.layout import ModelLayouts
+from paceline.server.listening import Ended, Heard, Listener, Peer
+from paceline.server.members import Average, Figures, Member
+from paceline.server.memory import SharedMemory
+from paceline.server.work_queue import WorkQueue
+from paceline.trainee import Trainee
+
+logger = logging.getLogger("paceline")
+
+_TICK = 0.2  # seconds between two looks at whether we are asked to stop
+_LONGEST_READ = 60.0  # seconds that a worker may take to copy the parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """One commit, as the metrics tell of it."""
+
+    version: int  # after it
+    epoch: int
+    workers: list[int]
+    staleness: list[int]
+    waited: list[float]  # from each push to the commit
+    examples: int
+    loss: float | None  # mean over the pushes that told theirs
+    rate: float
+    seconds: float  # of the update
+
+
+class Host(Protocol):
+    """What the server asks of the session that it serves for."""
+
+    def rate(self) -> float: ...
+    def committed(self, commit: Committed) -> None: ...
+    def save(self, path: Path | None) -> Path | None: ...
+    def note(self, event: str, values: dict[str, Any]) -> None: ...
+
+
+class LiveServer:
+    """Serve ``trainee`` under ``policy`` to ``workers`` workers, of whom those of this host share ``memory``.
+
+    With ``waits_for_all`` it does not end before all of them have joined, or are said to be gone.
+    """
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        policy: ServerPolicy,
+        *,
+        workers: int,
+        waits_for_all: bool,
+        memory: int,
+        queue: WorkQueue,
+        version: int,
+        seed: int,
+        listener: Listener,
+        host: Host,
+    ) -> None:
+        self._trainee, self._policy, self._host, self._listener = trainee, policy, host, listener
+        self._model = ModelLayouts.describe(trainee.model)
+        self._layouts = ModelLayouts(trainee.model)
+        self._workers, self._waits_for_all, self._seed = workers, waits_for_all, seed
+        self._memory = SharedMemory(
+            memory, down=self._layouts.down.nbytes, up=self._layouts.up.nbytes, slots=workers, create=True
+        )
+        adopt(self._layouts, self._memory.down)
+        self._memory.version = version
+        self._state = policy.begin(workers)
+        self._state.version = version
+        self._queue = queue
+        self._gathered = MeanOfPushes(self._layouts)
+        self._only: tuple[Tensor, bytes] | None = None  # the push that the next commit consists of
+        self._members: dict[int, Member] = {}
+        self._by_peer: dict[Peer, Member] = {}
+        self._lives: dict[int, int] = {}  # the last incarnation of each rank
+        self._figures: dict[int, Figures] = {}
+        self._todo: deque[decided.Action] = deque()
+        self._arrived: dict[decided.Push, float] = {}  # pushes not committed yet, and when they came
+        self._averages: dict[str, Average] = {}
+        self._saves: list[tuple[Peer, str]] = []
+        self._snapshot: tuple[int, Tensor] | None = None  # for other hosts: a version of the parameters that stays
+        self._left_well = False
+        self._began = time.monotonic()
+
+    def serve(self, asked_to_stop: Callable[[], bool]) -> bool:
+        """Serve until all workers have left, or we are asked to stop; True if they have left by themselves."""
+        while not asked_to_stop():
+            for peer, heard in self._listener.hear(_TICK):
+                self._take_in(peer, heard)
+            if self._left_well and not self._members and not self._awaits_more():
+                return True
+        for member in self._members.values():
+            member.peer.send(wire.Refused("the run was asked to stop"))
+        return False
+
+    def _awaits_more(self) -> bool:
+        return self._waits_for_all and NOT_YET in self._state.members.values()
+
+    def worker_is_gone(self, rank: int) -> None:
+        """A worker that we may never have heard of will not come (back)."""
+        if rank in self._members:
+            self._leave(self._members[rank])
+        elif rank in self._state.members:
+            self._do(self._policy.left(self._state, rank, self._now()))
+        self._settle()
+
+    def figures(self) -> dict[int, dict[str, Any]]:
+        """What every worker has done."""
+        return {rank: figures.as_dict() for rank, figures in sorted(self._figures.items())}
+
+    # What is heard ------------------------------------------------------------------------------------------
+
+    def _take_in(self, peer: Peer, heard: Heard) -> None:
+        member = self._by_peer.get(peer)
+        try:
+            if isinstance(heard, WireError):
+                raise heard
+            if isinstance(heard, wire.Hello):
+                self._join(peer, heard)
+            elif isinstance(heard, Ended):
+                self._listener.forget(peer)
+                if member is not None:
+                    self._leave(member)
+            elif member is None:
+                peer.send(wire.Unknown())
+            else:
+                self._hear(member, heard)
+        except (WireError, UsageError) as error:
+            who = "a peer" if member is None else f"worker {member.rank}"
+            logger.warning("refused %s: %s", who, error)
+            peer.send(wire.Refused(str(error)))
+            if member is not None:
+                self._leave(member)
+        self._settle()
+
+    def _hear(self, member: Member, message: wire.Message) -> None:
+        match message:
+            case wire.Push():
+                self._take_push(member, message)
+            case wire.Ask():
+                self._take_ask(member, message)
+            case wire.Skip():
+                if message.step == member.step:
+                    self._queue.use(member.rank)
+                    self._do(self._policy.asked(self._state, member.rank, self._now()))
+            case wire.More():
+                self._give_more(member, message)
+            case wire.Data():
+                self._queue.describe(**message._asdict())
+            case wire.Mean():
+                self._averages.setdefault(message.key, Average()).parts[member.rank] = message.weight, message.values
+            case wire.Save():
+                self._saves.append((member.peer, message.path))
+            case wire.Record():
+                if member.rank == min(self._members):  # all say the same
+                    self._host.note(message.event, {**message.values, "worker": member.rank})
+            case wire.Leave():
+                self._left_well = self._left_well or not message.failed
+                self._listener.forget(member.peer)
+                self._leave(member)
+            case wire.Alive():
+                pass
+            case _:
+                raise WireError(f"wanted a message of a worker, found {type(message).__name__}")
+
+    def _join(self, peer: Peer, hello: wire.Hello) -> None:
+        self._check_model(hello)
+        rank = self._rank_for(hello)
+        local = hello.local and rank < self._workers and not peer.remote
+        gradients = self._memory.slot(rank) if local else torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8)
+        if not local:
+            peer.tensors = memoryview(gradients.numpy())
+        if not peer.remote and not self._listener.watch(peer, hello.pid):
+            return  # gone again
+        if rank in self._members:  # it was taken for alive, or has lost its connection
+            self._listener.forget(self._members[rank].peer)
+            self._leave(self._members[rank])
+        figures = self._figures.setdefault(rank, Figures())
+        member = Member(rank=rank, peer=peer, gradients=gradients, local=local, figures=figures)
+        self._members[rank] = self._by_peer[peer] = member
+        self._enter(member)
+        peer.send(
+            wire.Welcome(
+                rank=rank,
+                world_size=self._workers,
+                seed=self._seed,
+                version=self._memory.version,
+                incarnation=member.life,
+                layout_bytes=self._layouts.down.nbytes,
+                slots=self._workers,
+                epoch=self._queue.epoch,
+            )
+        )
+
+    def _check_model(self, hello: wire.Hello) -> None:
+        theirs = tuple(tuple(entry) for entry in hello.model)
+        for place, (wanted, found) in enumerate(zip(self._model, theirs, strict=False)):
+            if wanted != found:
+                raise WireError(f"another model than the server's: tensor {place} is {found}, and {wanted} here")
+        if len(theirs) != len(self._model):
+            raise WireError(f"another model than the server's: it has {len(theirs)} tensors, and {len(self._model)} here")
+
+    def _rank_for(self, hello: wire.Hello) -> int:
+        if hello.rank >= 0:
+            return hello.rank
+        expected = [rank for rank, life in self._state.members.items() if life == NOT_YET]
+        return min(expected, default=max([self._workers - 1, *self._lives]) + 1)
+
+    def _enter(self, member: Member) -> None:
+        """Let the policy know of a member, as a new incarnation."""
+        member.life = self._lives[member.rank] = self._lives.get(member.rank, -1) + 1
+        self._do(self._policy.joined(self._state, member.rank, member.life, self._now()))
+
+    def _leave(self, member: Member) -> None:
+        if self._members.get(member.rank) is not member:
+            return
+        del self._members[member.rank], self._by_peer[member.peer]
+        self._queue.give_back(member.rank)
+        member.figures.bytes_in += member.peer.received_bytes
+        member.figures.bytes_out += member.peer.sent_bytes
+        if not member.idle:
+            self._do(self._policy.left(self._state, member.rank, self._now()))
+
+    def _take_ask(self, member: Member, message: wire.Ask) -> None:
+        if message.epochs >= 0 and not self._queue.described:
+            raise WireError("a batch was asked for, and nobody has said what the data is")
+        member.epochs = message.epochs
+        self._queue.give_back(member.rank)
+        if member.idle:
+            member.idle = False
+            self._enter(member)
+        self._do(self._policy.asked(self._state, member.rank, self._now()))
+
+    def _take_push(self, member: Member, message: wire.Push) -> None:
+        now = self._now()
+        if message.version > self._state.version:
+            raise WireError(f"a push on version {message.version}, and the newest is {self._state.version}")
+        if len(message.used) != -(-len(self._layouts.trained) // 8):
+            raise WireError(f"a push that tells of {8 * len(message.used)} parameters, of {len(self._layouts.trained)}")
+        member.pushed_at = now
+        loss = None if math.isnan(message.loss) else message.loss
+        push = decided.Push(member.rank, member.life, message.step, message.version, message.examples, loss)
+        if message.step == member.step and (name := not_finite(self._layouts, member.gradients)) is not None:
+            self._refuse_numbers(member, message.step, name)
+            return
+        actions = self._policy.pushed(self._state, push, now)
+        if any(isinstance(action, decided.Drop) for action in actions):
+            member.figures.dropped += 1
+            return
+        self._queue.use(member.rank)
+        member.figures.pushes += 1
+        member.figures.examples += message.examples
+        member.figures.computing_seconds += message.seconds
+        self._arrived[push] = now
+        if actions and isinstance(actions[0], decided.Commit) and actions[0].pushes == (push,):
+            self._only = member.gradients, message.used
+        else:
+            self._gathered.add(member.gradients, message.examples, message.used)
+        self._do(actions)
+
+    def _refuse_numbers(self, member: Member, step: int, name: str) -> None:
+        """A gradient that is not finite harms nobody: its batch counts as used, and the worker goes on."""
+        reason = f"step {step} of worker {member.rank}: the gradient of {name} is not finite; it is left out"
+        logger.warning("%s", reason)
+        member.figures.refused += 1
+        self._queue.use(member.rank)
+        member.peer.send(wire.Warned(reason))
+        self._do(self._policy.asked(self._state, member.rank, self._now()))
+
+    def _give_more(self, member: Member, message: wire.More) -> None:
+        if message.step != member.step or member.epochs is None:
+            return  # cancelled meanwhile: the next step is on its way
+        batch = self._queue.take(member.rank, member.epochs)
+        epoch, number = batch if batch is not None else (-1, -1)
+        member.peer.send(wire.Batch(message.step, epoch, number))
+
+    # What is done --------------------------------------------------------------------------------------------
+
+    def _do(self, actions: decided.Actions) -> None:
+        """Carry out actions in order, and behind them what they lead to."""
+        busy = bool(self._todo)
+        self._todo.extend(actions)
+        while self._todo and not busy:
+            self._carry_out(self._todo[0])
+            self._todo.popleft()
+
+    def _carry_out(self, action: decided.Action) -> None:
+        match action:
+            case decided.Commit():
+                self._commit(action)
+            case decided.Send():
+                for rank in action.workers:
+                    self._send_step(self._members[rank], action.step, fresh=True)
+            case decided.Continue():
+                self._send_step(self._members[action.worker], action.step, fresh=False)
+            case decided.Cancel():
+                now = self._now()
+                for rank in action.workers:
+                    member = self._members[rank]
+                    member.figures.cancelled += 1
+                    member.figures.thrown_away_seconds += now - member.step_began
+                    self._queue.give_back(rank)
+
+    def _send_step(self, member: Member, step: int, *, fresh: bool) -> None:
+        now = self._now()
+        epoch, batch = -1, -1
+        if member.epochs is not None and member.epochs >= 0:
+            taken = self._queue.take(member.rank, member.epochs)
+            if taken is None:
+                member.idle = True
+                self._do(self._policy.left(self._state, member.rank, now))
+                return
+            epoch, batch = taken
+        if member.pushed_at is not None:
+            member.figures.waiting_seconds += now - member.pushed_at
+            member.pushed_at = None
+        member.step, member.step_began = step, now
+        tensors = self._parameters_for(member) if fresh else None
+        member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch), tensors)
+
+    def _parameters_for(self, member: Member) -> memoryview | None:
+        """What has to travel to a member of another host: a copy, for the next commit may come before it is sent."""
+        if member.local:
+            return None
+        if self._snapshot is None or self._snapshot[0] != self._memory.version:
+            self._snapshot = self._memory.version, self._memory.down.clone()
+        return memoryview(self._snapshot[1].numpy())
+
+    def _commit(self, commit: decided.Commit) -> None:
+        if not self._memory.try_writing(_LONGEST_READ):
+            raise CommError(f"a worker has been copying the parameters for {_LONGEST_READ:.0f} s; is it stopped?")
+        began = time.monotonic()
+        rate = self._host.rate()
+        try:
+            with torch.no_grad():
+                self._gathered.put(self._only)
+            self._trainee.update()
+            publish(self._layouts, self._memory.down)
+            self._memory.version += 1
+        finally:
+            self._memory.wrote()
+        self._only = None
+        self._trainee.clear_gradients()
+        self._tell(commit, rate, time.monotonic() - began)
+
+    def _tell(self, commit: decided.Commit, rate: float, seconds: float) -> None:
+        """Note what a commit was made of. The policy's version may be ahead: it counts all commits that it has decided."""
+        now, version = self._now(), self._memory.version
+        staleness = [version - 1 - push.version for push in commit.pushes]
+        for push, stale in zip(commit.pushes, staleness, strict=True):
+            self._figures[push.worker].staleness += stale
+        told = [(push.loss, push.examples) for push in commit.pushes if push.loss is not None and push.examples]
+        weight = sum(examples for _, examples in told)
+        self._host.committed(
+            Committed(
+                version=version,
+                epoch=self._queue.epoch,
+                workers=[push.worker for push in commit.pushes],
+                staleness=staleness,
+                waited=[round(now - self._arrived.pop(push), 6) for push in commit.pushes],
+                examples=sum(push.examples for push in commit.pushes),
+                loss=sum(loss * examples for loss, examples in told) / weight if weight else None,
+                rate=rate,
+                seconds=seconds,
+            )
+        )
+
+    # What waits for others -----------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """See to what waits for others: ends of epochs, means, checkpoints."""
+        self._wake_for_returned()
+        self._end_epochs()
+        for key in [key for key, average in self._averages.items() if average.parts.keys() >= self._members.keys()]:
+            mean = self._averages.pop(key).mean()
+            for member in self._members.values():
+                member.peer.send(wire.Averaged(key, mean))
+        if not self._state.pending:  # what is pending would be lost
+            self._save()
+
+    def _save(self) -> None:
+        for peer, path in self._saves:
+            try:
+                saved = self._host.save(Path(path) if path else None)
+            except PacelineError as error:
+                peer.send(wire.Refused(str(error)))
+            else:
+                peer.send(wire.Saved(str(saved)))
+        self._saves = []
+
+    def _wake_for_returned(self) -> None:
+        """Give batches that have come back to members that have none."""
+        for member in [member for member in self._members.values() if member.idle]:
+            if member.epochs is None or not self._queue.has(member.epochs):
+                continue
+            member.idle = False
+            self._enter(member)
+            self._do(self._policy.asked(self._state, member.rank, self._now()))
+
+    def _end_epochs(self) -> None:
+        """Let the members go on that have no more batches, once all batches are used and committed."""
+        if not self._without_batches():
+            return
+        self._do(self._policy.ended(self._state, self._now()))
+        done = self._without_batches()  # those, and the ones that had waited for the commit
+        for member in done:
+            member.idle = False
+            self._enter(member)  # all of them before the first asks again: a round needs them all
+        for member in done:
+            member.pushed_at = None
+            member.peer.send(wire.Finished(self._memory.version), self._parameters_for(member))
+
+    def _without_batches(self) -> list[Member]:
+        return [
+            member
+            for member in self._members.values()
+            if member.idle and member.epochs is not None and self._queue.finished(member.epochs)
+        ]
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began

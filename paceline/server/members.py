@@ -1,0 +1,69 @@
+"""The workers as the server knows them, and what each has cost and given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from paceline.server.listening import Peer
+
+
+@dataclass(kw_only=True)
+class Figures:
+    """What one worker has done, over all its incarnations."""
+
+    pushes: int = 0  # committed or to be
+    cancelled: int = 0
+    dropped: int = 0  # came too late
+    refused: int = 0  # not finite
+    examples: int = 0
+    staleness: int = 0  # sum over its committed pushes
+    computing_seconds: float = 0.0  # as it says itself, of pushes
+    waiting_seconds: float = 0.0  # from its push to its next step
+    thrown_away_seconds: float = 0.0  # from the beginning of steps to their cancelling
+    bytes_in: int = 0  # of tensors, to the server
+    bytes_out: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, and the mean staleness in place of the sum."""
+        values = dict(self.__dict__)
+        values["staleness"] = self.staleness / self.pushes if self.pushes else None
+        return values
+
+
+@dataclass(kw_only=True, eq=False)
+class Member:
+    """A worker that takes part."""
+
+    rank: int
+    peer: Peer
+    gradients: Tensor  # bytes, in the layout of pushes
+    local: bool  # shares the server's memory
+    figures: Figures
+    life: int = 0  # its incarnation, as the policy knows it
+    epochs: int | None = None  # its batches are of epochs below this; None: it has not said; negative: they are its own
+    step: int = -1  # the one that it was sent last
+    step_began: float = 0.0
+    pushed_at: float | None = None  # and no new step since then
+    idle: bool = False  # there was no batch for it
+
+
+@dataclass
+class Average:
+    """A mean over all workers that not all of them have told their part of."""
+
+    parts: dict[int, tuple[float, tuple[float, ...]]] = field(default_factory=dict)  # rank -> weight, values
+
+    def mean(self) -> tuple[float, ...]:
+        """The mean of the parts by their weights; NaN if nobody has any."""
+        total = sum(weight for weight, _ in self.parts.values())
+        columns = zip(*(values for _, values in self.parts.values()), strict=True)
+        weights = [weight for weight, _ in self.parts.values()]
+        return tuple(
+            sum(weight * value for weight, value in zip(weights, column, strict=True) if weight) / total
+            if total
+            else float("nan")
+            for column in columns
+        )

@@ -1,0 +1,80 @@
+"""Memory that the server shares with the workers of its host: the parameters once, and a slot for each one's gradients.
+
+It is a file without a name, which their supervisor opens and hands down to them. Whoever reads the parameters holds a
+lock on it that others may hold too, the server while it changes them one for itself alone; the kernel takes a lock from a
+process that dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CommError
+
+_HEAD = 4096
+_PATIENCE = 0.00005  # seconds between two looks at a lock
+
+
+class SharedMemory:
+    """A view of the file: ``down`` and the slots are tensors of bytes, ``version`` is that of the parameters."""
+
+    def __init__(self, file: int, *, down: int, up: int, slots: int, create: bool = False) -> None:
+        self._file = file
+        size = _HEAD + down + slots * up
+        if create:
+            try:
+                os.posix_fallocate(file, 0, size)  # too little memory is told now, not by a signal later
+            except OSError as error:
+                raise CommError(f"cannot make {size} bytes of memory to share with the workers: {error}") from error
+        found = os.fstat(file).st_size
+        if found < size:
+            raise CommError(f"the server shares {found} bytes of memory, wanted {size}: it has another model")
+        self._whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        self._version = self._whole[:8].view(torch.int64)
+        self.down = self._whole[_HEAD : _HEAD + down]
+        self._slots = [self._whole[_HEAD + down + slot * up :][:up] for slot in range(slots)]
+
+    def slot(self, rank: int) -> Tensor:
+        """Where the worker of this rank puts its gradients."""
+        return self._slots[rank]
+
+    @property
+    def version(self) -> int:
+        return int(self._version.item())
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version.fill_(version)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """The parameters stay as they are inside the block."""
+        fcntl.lockf(self._file, fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def try_writing(self, seconds: float) -> bool:
+        """Wait until nobody reads and keep others from it until ``wrote``; False if somebody reads for too long."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_PATIENCE)
+
+    def wrote(self) -> None:
+        """Let others read again."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
