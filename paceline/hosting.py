@@ -1,4 +1,4 @@
-"""The server's role: ``join()`` serves the script's own model and optimizer until the run ends, then ends the script."""
+"""The server's role: ``join()`` serves the script's own model and optimizer, and ends the script with the run."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from paceline.record.metrics import as_number
 from paceline.seeding import derive_seed, seed_streams
 from paceline.server.client import Client
 from paceline.server.interrupt import Interrupts, StepCancelled
-from paceline.server.wire import Batch, Finished, Go
+from paceline.server.messages import Batch, Finished, Go
 from paceline.session import Session, Step
 from paceline.timing import StepClock, Timing
 from paceline.trainee import Trainee
@@ -47,8 +47,8 @@ class _Place(Alone):
 class ServedSession(Session):
     """One worker's part in a run with a server; made by ``join()``.
 
-    ``steps`` is the version of the parameters: the number of commits that they have seen. A step may be cancelled, which
-    ends its block early and leaves no trace; ``step.cancelled`` tells.
+    ``steps`` is the version of the parameters: the number of commits that they have seen. A step may be cancelled,
+    which ends its block early and leaves no trace; ``step.cancelled`` tells.
     """
 
     in_step = False
@@ -101,9 +101,9 @@ class ServedSession(Session):
     ) -> Iterator[Any]:
         """Give this worker's batches: of a data set those that the server hands out, every one exactly once an epoch.
 
-        Batches of cancelled steps and of workers that have died are handed out again. The last batches of the last epoch
-        asked for are waited for; then the model has the newest parameters. A loader or iterable that is no plain data
-        set is gone through by each worker for itself, and a batch whose step was cancelled comes again.
+        Batches of cancelled steps and of workers that have died are handed out again. The last batches of the last
+        epoch asked for are waited for; then the model has the newest parameters. A loader or iterable that is no plain
+        data set is gone through by each worker for itself, and a batch whose step was cancelled comes again.
         """
         found = resolve(
             source,
@@ -117,7 +117,7 @@ class ServedSession(Session):
         if not isinstance(found, Indexed):
             return self._own_batches(found, end)
         if found.options.get("num_workers", 0) > 0:
-            logger.warning("num_workers has no effect under %s: which batch comes next is the server's to say", self.policy)
+            logger.warning("num_workers has no effect: which batch comes next, the server says (%s)", self.policy)
         sampler = ShardedSampler(
             len(found.dataset), found.batch_size, seed=self.seed, shuffle=found.shuffle, last=found.last
         )
@@ -172,8 +172,10 @@ class ServedSession(Session):
         self._means = 0
 
     def minimize(self, closure: Callable[[], Tensor], *, examples: int | None = None) -> Tensor:
-        raise UsageError(f"minimize(closure) evaluates a loss several times an update, and under {self.policy} the server "
-                         "updates, which has only gradients; use session.step() with another optimizer")
+        raise UsageError(
+            f"minimize(closure) evaluates a loss several times an update, and under {self.policy} the server "
+            "updates, which has only gradients; use session.step() with another optimizer"
+        )
 
     def refresh(self) -> None:
         if self._current is not None:
@@ -192,7 +194,9 @@ class ServedSession(Session):
         weight = 1.0 if examples is None else float(examples)
         values = tuple(tensor.reshape(-1).double().tolist())
         averaged = self._client.mean(f"{self.epoch}/{self._means}", weight, values)
-        return torch.tensor(averaged, dtype=torch.float64).reshape(tensor.shape).to(tensor.device, averaged_dtype(tensor))
+        return (
+            torch.tensor(averaged, dtype=torch.float64).reshape(tensor.shape).to(tensor.device, averaged_dtype(tensor))
+        )
 
     def save(self, path: str | Path | None = None) -> Path | None:
         """Have the server write a checkpoint: into the run's directory, or to ``path`` on its host; worker 0 asks."""

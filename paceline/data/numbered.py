@@ -15,7 +15,9 @@ from paceline.data.sampler import ShardedSampler, take_places
 class NumberedBatches:
     """Read any batch of any epoch: the same samples on every worker, and the same random augmentation."""
 
-    def __init__(self, dataset: Dataset[Any], sampler: ShardedSampler, collate: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], sampler: ShardedSampler, collate: Callable[[Any], Any] | None = None
+    ) -> None:
         self.sampler = sampler  # of one worker: its steps are the batches
         self._dataset = dataset
         self._collate = collate or default_collate

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket as sockets
 import time
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import zmq
@@ -15,14 +16,15 @@ from torch import nn
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.errors import CommError, UsageError
-from paceline.server import wire
+from paceline.server import messages as wire
 from paceline.server.channel import MAX_FRAME, Channel, Sealing
 from paceline.server.gathering import fill_push, read_parameters
 from paceline.server.handshake import Opening
 from paceline.server.interrupt import StepCancelled
-from paceline.server.layout import ModelLayouts
+from paceline.server.layout import ModelLayouts, memory_of
 from paceline.server.listening import sealing_for
 from paceline.server.memory import SharedMemory
+from paceline.server.wire import decode, encode
 
 logger = logging.getLogger("paceline")
 
@@ -30,7 +32,7 @@ _TIME_TO_ANSWER = 60.0  # seconds for a server to come up and answer the first m
 _TIME_TO_RETURN = 10.0  # for a server whose connection is lost
 _TICK = 500  # milliseconds between two looks at whether the connection still stands
 
-M = TypeVar("M")
+M = TypeVar("M", bound=wire.Message)
 
 
 class _JoinedAgain(Exception):
@@ -38,7 +40,7 @@ class _JoinedAgain(Exception):
 
 
 class Client:
-    """One worker's connection to the server at ``address``; ``memory`` is the file shared with it, if it is on this host.
+    """One worker's connection to the server at ``address``; ``memory`` is the file that processes of its host share.
 
     Steps come as ``wire.Go``: ``next_step`` waits for one. ``cancelled`` tells, without waiting, that a later one has
     come while a step is under way.
@@ -123,7 +125,7 @@ class Client:
             self._gradients = self._memory.slot(self.rank)
             return
         self._parameters = torch.zeros(down, dtype=torch.uint8)
-        self._into = memoryview(self._parameters.numpy())
+        self._into = memory_of(self._parameters)
         self._gradients = torch.zeros(up, dtype=torch.uint8)
 
     def leave(self, *, failed: bool) -> None:
@@ -163,7 +165,7 @@ class Client:
         """
         while True:
             try:
-                answer: wire.Go | wire.Finished = self._later or self._wait_for(wire.Go, wire.Finished)
+                answer = self._later or cast(wire.Go | wire.Finished, self._wait_for(wire.Go, wire.Finished))
                 break
             except _JoinedAgain:
                 self.ask(epochs)
@@ -189,7 +191,7 @@ class Client:
     def cancelled(self) -> bool:
         """Whether the step under way has been overtaken by a later one."""
         assert self._socket is not None
-        while self._later is None and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while self._later is None and cast(int, self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             message = self._receive()
             if isinstance(message, wire.Go):
                 self._later = message
@@ -214,19 +216,19 @@ class Client:
         used = fill_push(self._layouts, self._layouts.up.views(self._gradients))
         no_loss = float("nan")
         message = wire.Push(self._step, self.version, examples, no_loss if loss is None else loss, seconds, used)
-        self._send(message, None if self._memory_file is not None else memoryview(self._gradients.numpy()))
+        self._send(message, None if self._memory_file is not None else memory_of(self._gradients))
 
     def skip(self) -> None:
         """Give the step up and count its batch as used; another step comes."""
         self._send(wire.Skip(self._step))
 
     def more(self) -> wire.Batch | wire.Go:
-        """Get one more batch for the same step; a ``Go`` if the step was cancelled meanwhile, -1 if there is no more."""
+        """Get one more batch for the same step, -1 if there is none; a ``Go`` if the step was cancelled meanwhile."""
         if self.cancelled():
             assert self._later is not None
             return self._later
         self._send(wire.More(self._step))
-        answer = self._wait_for(wire.Batch, wire.Go)
+        answer = cast(wire.Batch | wire.Go, self._wait_for(wire.Batch, wire.Go))
         if isinstance(answer, wire.Go):
             self._later = answer
         return answer
@@ -243,13 +245,13 @@ class Client:
 
     def record(self, event: str, values: dict[str, Any]) -> None:
         """Add a line to the run's metrics."""
-        self._send(wire.Record(event, values))
+        self._send(wire.Record(event, json.dumps(values)))
 
     # Messages ------------------------------------------------------------------------------------------------
 
     def _send(self, message: wire.Message, tensors: memoryview | None = None) -> None:
         assert self._socket is not None, "the client is closed"
-        self._channel.send(self._socket, wire.encode(message), tensors)
+        self._channel.send(self._socket, encode(message), tensors)
 
     def _request(self, message: wire.Message, answer: type[M]) -> M:
         while True:
@@ -262,7 +264,7 @@ class Client:
         while True:
             message = self._receive(wait=True)
             if isinstance(message, kinds):
-                return message
+                return cast(M, message)
             if isinstance(message, wire.Go):
                 self._later = message
 
@@ -278,7 +280,7 @@ class Client:
                 self._watch_connection()
                 continue
             received = self._channel.receive(parts, self._into)
-            message = wire.decode(received[0]) if received is not None else None
+            message = decode(received[0]) if received is not None else None
             match message:
                 case None | wire.Alive():
                     continue

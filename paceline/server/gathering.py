@@ -111,5 +111,3 @@ def read_parameters(layouts: ModelLayouts, memory: Tensor) -> None:
     with torch.no_grad():
         for tensor, view in zip([*layouts.parameters, *layouts.buffers], layouts.down.views(memory), strict=True):
             tensor.copy_(view)
-
-

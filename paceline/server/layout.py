@@ -43,6 +43,11 @@ class Layout:
         return [memory[start:stop].view(dtype) for dtype, start, stop in self.spans]
 
 
+def memory_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor of bytes, to be sent or received into."""
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]  # an array is a buffer, which its type does not say
+
+
 class ModelLayouts:
     """What travels: ``down`` the parameters and buffers, ``up`` the gradients of what is trained, and the buffers."""
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import zmq
 
 from paceline.errors import CommError, WireError
 from paceline.server.channel import MAX_FRAME, Channel, Sealing
-from paceline.server.handshake import answer
-from paceline.server.wire import Alive, Message, decode, encode
+from paceline.server.handshake import HandshakeRefused, answer
+from paceline.server.messages import Alive, Message
+from paceline.server.wire import decode, encode
 
 logger = logging.getLogger("paceline")
 
@@ -102,7 +104,7 @@ class Listener:
             raise CommError(f"the server cannot listen at {address}: {error}; choose another address") from error
         self._sockets[socket] = remote
         self._poller.register(socket, zmq.POLLIN)
-        return socket.get(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+        return cast(bytes, socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     def watch(self, peer: Peer, process: int) -> bool:
         """Tell when this process of ours ends; False if it has ended already."""
@@ -166,6 +168,9 @@ class Listener:
             channel, reply = answer(parts[0].bytes, self._token, sealing)
         except WireError as error:
             self.strangers += 1
+            if isinstance(error, HandshakeRefused):
+                with contextlib.suppress(zmq.ZMQError):  # it may be gone
+                    socket.send_multipart([route, error.reply])
             if self.strangers.bit_count() == 1:  # the first, second, fourth, ...: nobody fills a disk with this
                 logger.warning("refused a stranger (%d so far): %s", self.strangers, error)
             return

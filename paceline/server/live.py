@@ -1,12 +1,13 @@
 """The live server: a policy driven by real workers.
 
-Everything happens in one thread, in the order in which messages come. An event (a worker joins, asks, pushes, leaves) goes
-to the policy, and the actions that it answers are carried out: commits by the script's own optimizer, on parameters that lie
-in memory shared with the workers of this host.
+Everything happens in one thread, in the order in which messages come. An event (a worker joins, asks, pushes, leaves)
+goes to the policy, and the actions that it answers are carried out: commits by the script's own optimizer, on
+parameters that lie in memory shared with the workers of this host.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -23,9 +24,9 @@ from paceline.errors import CommError, PacelineError, UsageError, WireError
 from paceline.policies import messages as decided
 from paceline.policies.server import ServerPolicy
 from paceline.policies.state import NOT_YET
-from paceline.server import wire
+from paceline.server import messages as wire
 from paceline.server.gathering import MeanOfPushes, adopt, not_finite, publish
-from paceline.server.layout import ModelLayouts
+from paceline.server.layout import ModelLayouts, memory_of
 from paceline.server.listening import Ended, Heard, Listener, Peer
 from paceline.server.members import Average, Figures, Member
 from paceline.server.memory import SharedMemory
@@ -179,7 +180,7 @@ class LiveServer:
                 self._saves.append((member.peer, message.path))
             case wire.Record():
                 if member.rank == min(self._members):  # all say the same
-                    self._host.note(message.event, {**message.values, "worker": member.rank})
+                    self._host.note(message.event, {**_values_of(message), "worker": member.rank})
             case wire.Leave():
                 self._left_well = self._left_well or not message.failed
                 self._listener.forget(member.peer)
@@ -195,7 +196,7 @@ class LiveServer:
         local = hello.local and rank < self._workers and not peer.remote
         gradients = self._memory.slot(rank) if local else torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8)
         if not local:
-            peer.tensors = memoryview(gradients.numpy())
+            peer.tensors = memory_of(gradients)
         if not peer.remote and not self._listener.watch(peer, hello.pid):
             return  # gone again
         if rank in self._members:  # it was taken for alive, or has lost its connection
@@ -212,7 +213,6 @@ class LiveServer:
                 seed=self._seed,
                 version=self._memory.version,
                 incarnation=member.life,
-                layout_bytes=self._layouts.down.nbytes,
                 slots=self._workers,
                 epoch=self._queue.epoch,
             )
@@ -224,7 +224,9 @@ class LiveServer:
             if wanted != found:
                 raise WireError(f"another model than the server's: tensor {place} is {found}, and {wanted} here")
         if len(theirs) != len(self._model):
-            raise WireError(f"another model than the server's: it has {len(theirs)} tensors, and {len(self._model)} here")
+            raise WireError(
+                f"another model than the server's: it has {len(theirs)} tensors, and {len(self._model)} here"
+            )
 
     def _rank_for(self, hello: wire.Hello) -> int:
         if hello.rank >= 0:
@@ -350,7 +352,7 @@ class LiveServer:
             return None
         if self._snapshot is None or self._snapshot[0] != self._memory.version:
             self._snapshot = self._memory.version, self._memory.down.clone()
-        return memoryview(self._snapshot[1].numpy())
+        return memory_of(self._snapshot[1])
 
     def _commit(self, commit: decided.Commit) -> None:
         if not self._memory.try_writing(_LONGEST_READ):
@@ -370,7 +372,7 @@ class LiveServer:
         self._tell(commit, rate, time.monotonic() - began)
 
     def _tell(self, commit: decided.Commit, rate: float, seconds: float) -> None:
-        """Note what a commit was made of. The policy's version may be ahead: it counts all commits that it has decided."""
+        """Note what a commit was made of; the policy's version may be ahead, for it counts what it has decided."""
         now, version = self._now(), self._memory.version
         staleness = [version - 1 - push.version for push in commit.pushes]
         for push, stale in zip(commit.pushes, staleness, strict=True):
@@ -445,3 +447,13 @@ class LiveServer:
 
     def _now(self) -> float:
         return time.monotonic() - self._began
+
+
+def _values_of(record: wire.Record) -> dict[str, Any]:
+    try:
+        values = json.loads(record.values)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"wanted the values of {record.event!r} as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise WireError(f"wanted the values of {record.event!r} as a JSON object, found {type(values).__name__}")
+    return values

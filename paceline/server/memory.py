@@ -1,8 +1,8 @@
 """Memory that the server shares with the workers of its host: the parameters once, and a slot for each one's gradients.
 
 It is a file without a name, which their supervisor opens and hands down to them. Whoever reads the parameters holds a
-lock on it that others may hold too, the server while it changes them one for itself alone; the kernel takes a lock from a
-process that dies.
+lock on it that others may hold too, the server while it changes them one for itself alone; the kernel takes a lock
+from a process that dies.
 """
 
 from __future__ import annotations

@@ -57,6 +57,16 @@ class WorkQueue:
         self._leases.setdefault(worker, []).append(first)
         return divmod(first, per_epoch)
 
+    def has(self, epochs: int) -> bool:
+        """Tell whether ``take`` would give a batch now."""
+        first = self._returned[0] if self._returned else self._next
+        return first < epochs * self._batches_per_epoch()
+
+    @property
+    def described(self) -> bool:
+        """Whether anybody has said what the batches are made of."""
+        return self._data is not None
+
     def use(self, worker: int) -> None:
         """The batches leased to the worker are used: its push was accepted."""
         self._leases.pop(worker, None)
