@@ -473,6 +473,28 @@ def bench_step(models: tuple[str, ...], rounds: int, steps: int, quick: bool, as
     print_table(rows, {"model": "", "megabytes": ".1f", "batch": "d", "way": "", "step_ms": ".2f", **ratios})
 
 
+@bench.command("server")
+@click.option("--rounds", type=int, default=7, show_default=True)
+@click.option("--trips", type=int, default=30, show_default=True, help="Round trips of each way in each round.")
+@click.option("--quick", is_flag=True, help="A run of seconds, to see that it works; measures nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def bench_server(rounds: int, trips: int, quick: bool, as_json: bool) -> None:
+    """Time push and pull with a parameter server against torch.distributed.rpc."""
+    from paceline.bench import run_bench
+    from paceline.bench.measuring import print_table
+    from paceline.bench.server import SIZES
+
+    if min(rounds, trips) < 1:
+        raise UsageError(f"--rounds and --trips must be at least 1, got {rounds} and {trips}")
+    if quick:
+        rounds, trips = 1, 2
+    rows = run_bench("server", 2, sizes=SIZES[:1] if quick else SIZES, rounds=rounds, trips=trips)
+    if as_json:
+        print(json.dumps({"rounds": rounds, "trips": trips, "rows": rows}))
+        return
+    print_table(rows, {"bytes": "d", "way": "", "trip_us": ".0f", "per_second": ".0f", "rpc_ratio": ".2f"})
+
+
 def _check_ranks(ranks: Sequence[int]) -> None:
     if min(ranks) < 2:
         raise UsageError(f"--ranks must be at least 2, got {min(ranks)}")

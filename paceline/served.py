@@ -27,6 +27,7 @@ from paceline.record.metrics import as_number
 from paceline.seeding import derive_seed, seed_streams
 from paceline.server.client import Client
 from paceline.server.interrupt import Interrupts, StepCancelled
+from paceline.server.listening import sealing_to
 from paceline.server.messages import Batch, Finished, Go
 from paceline.session import Session, Step
 from paceline.timing import StepClock, Timing
@@ -330,7 +331,7 @@ def join_served(
         trainee.model,
         address=place.address,
         token=bytes.fromhex(place.token),
-        trusted=place.trusted,
+        sealing=sealing_to(place.address, trusted=place.trusted),
         rank=world.rank if world is not None else -1,
         incarnation=place.incarnation,
         memory=place.memory_fd,

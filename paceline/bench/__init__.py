@@ -6,12 +6,16 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from paceline.bench import collectives, step
+from paceline.bench import collectives, server, step
 from paceline.bench.measuring import Row, be_worker, read_rows, result_file
 from paceline.launch.supervisor import supervise
 
 # By name: what each worker does with the options, with all the others.
-BENCHES: dict[str, Callable[..., list[Row]]] = {"collectives": collectives.measure, "step": step.measure}
+BENCHES: dict[str, Callable[..., list[Row]]] = {
+    "collectives": collectives.measure,
+    "step": step.measure,
+    "server": server.measure,
+}
 
 
 def run_bench(name: str, workers: int, **options: Any) -> list[Row]:

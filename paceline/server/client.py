@@ -22,7 +22,6 @@ from paceline.server.gathering import fill_push, read_parameters
 from paceline.server.handshake import Opening
 from paceline.server.interrupt import StepCancelled
 from paceline.server.layout import ModelLayouts, memory_of
-from paceline.server.listening import sealing_for
 from paceline.server.memory import SharedMemory
 from paceline.server.wire import decode, encode
 
@@ -52,14 +51,13 @@ class Client:
         *,
         address: str,
         token: bytes,
-        trusted: bool,
+        sealing: Sealing,
         rank: int,
         incarnation: int,
         memory: int | None,
     ) -> None:
         self._model, self._layouts = model, ModelLayouts(model)
-        self._address, self._token = address, token
-        self._sealing = _sealing_to(address, trusted)
+        self._address, self._token, self._sealing = address, token, sealing
         self._memory_file = memory
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
@@ -314,10 +312,3 @@ class Client:
                 f"worker {self.rank}: the server at {self._address} has been gone for {_TIME_TO_RETURN:.0f} s; "
                 "look at its own output for the reason"
             )
-
-
-def _sealing_to(address: str, trusted: bool) -> Sealing:
-    if not address.startswith("tcp://"):
-        return "none"
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return sealing_for(host, trusted)

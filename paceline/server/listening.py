@@ -25,8 +25,15 @@ _HEARTBEAT = 300  # milliseconds between ZeroMQ's own signs of life, and ...
 _HEARTBEAT_TIMEOUT = 1000  # ... without one for so long a connection is closed
 
 
-def sealing_for(host: str, trusted: bool) -> Sealing:
-    """How messages travel to or from a host: what stays on this one needs no sealing."""
+def sealing_to(address: str, *, trusted: bool) -> Sealing:
+    """How messages travel to or from an address: what stays on this host needs no sealing."""
+    if not address.startswith("tcp://"):
+        return "none"
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return _sealing_for(host, trusted)
+
+
+def _sealing_for(host: str, trusted: bool) -> Sealing:
     if host.startswith("127.") or host in ("::1", "localhost", "::ffff:127.0.0.1"):
         return "none"
     return "heads" if trusted else "all"
@@ -81,14 +88,17 @@ class Listener:
         self._token, self._trusted = token, trusted
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        self._sockets: dict[zmq.Socket[bytes], bool] = {}  # and whether it is for other hosts
+        self._sockets: dict[zmq.Socket[bytes], tuple[bool, Sealing | None]] = {}  # for other hosts?  always sealed so?
         self._peers: dict[tuple[zmq.Socket[bytes], bytes], Peer] = {}
         self._processes: dict[int, Peer] = {}  # descriptors of processes
         self._next_probe = 0.0
         self.strangers = 0  # frames of those who do not know the token
 
-    def bind(self, address: str, *, remote: bool) -> str:
-        """Listen at an address, and give it with the port that was found if it had none."""
+    def bind(self, address: str, *, remote: bool, sealing: Sealing | None = None) -> str:
+        """Listen at an address, and give it with the port that was found if it had none.
+
+        Without a ``sealing`` each peer gets that of the address it comes from.
+        """
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         socket.set(zmq.LINGER, 1000)
         socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -102,7 +112,7 @@ class Listener:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise CommError(f"the server cannot listen at {address}: {error}; choose another address") from error
-        self._sockets[socket] = remote
+        self._sockets[socket] = remote, sealing
         self._poller.register(socket, zmq.POLLIN)
         return cast(bytes, socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
@@ -160,11 +170,11 @@ class Listener:
                 yield peer, message
 
     def _meet(self, socket: zmq.Socket[bytes], route: bytes, parts: Sequence[zmq.Frame]) -> None:
-        remote = self._sockets[socket]
+        remote, fixed = self._sockets[socket]
         try:
             if len(parts) != 1:
                 raise WireError(f"wanted a handshake of 1 frame, found {len(parts)}")
-            sealing = sealing_for(str(parts[0].get("Peer-Address")), self._trusted) if remote else "none"
+            sealing = fixed or (_sealing_for(str(parts[0].get("Peer-Address")), self._trusted) if remote else "none")
             channel, reply = answer(parts[0].bytes, self._token, sealing)
         except WireError as error:
             self.strangers += 1

@@ -1,0 +1,226 @@
+"""How long a worker's round trip to a parameter server takes: push a gradient, have it applied by SGD, pull parameters.
+
+Two processes of one thread each, the worker and the server. In one run, taking turns: our server through shared memory,
+and over loopback TCP as between hosts of a trusted network and as between others (sealed), against the same by
+``torch.distributed.rpc``, which sends the gradients and returns the parameters of a model with its own optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from paceline.bench.measuring import Row, median_ratio
+from paceline.policies import parse_policy
+from paceline.policies.server import ServerPolicy
+from paceline.server.channel import Sealing
+from paceline.server.client import Client
+from paceline.server.listening import Listener
+from paceline.server.live import Committed, LiveServer
+from paceline.server.work_queue import WorkQueue
+from paceline.trainee import Trainee
+
+KB, MB = 1 << 10, 1 << 20
+SIZES = (4 * KB, MB, 25 * MB)
+WAYS: dict[str, Sealing | None] = {"shared memory": None, "tcp, trusted": "heads", "tcp, sealed": "all"}
+_SERVER = 1  # its rank; the worker's is 0
+_TENSORS = 8  # that the parameters of more than a page are made of
+
+
+def measure(sizes: Sequence[int], rounds: int, trips: int) -> list[Row]:
+    """Measure every size; called on two ranks of the default group, the first of which is the worker."""
+    _init_rpc()
+    rows = []
+    for size in sizes:
+        rows += _serve(size) if dist.get_rank() == _SERVER else _compare(size, rounds, trips)
+    dist.barrier()
+    rpc.shutdown()
+    return rows
+
+
+def _compare(size: int, rounds: int, trips: int) -> list[Row]:
+    clients = {way: _Worker(size, sealing) for way, sealing in WAYS.items()}
+    ways: dict[str, Callable[[], None]] = {way: client.trip for way, client in clients.items()}
+    ways["rpc"] = _WorkerOfRpc(size).trip
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds + 1):  # the first is for warming up
+        for way, trip in ways.items():
+            taken = statistics.median(_timed(trip) for _ in range(trips))
+            times[way] += [taken] if number else []
+    for client in clients.values():
+        client.close()
+    dist.barrier()
+    return [
+        {
+            "bytes": size,
+            "way": way,
+            "trip_us": statistics.median(times[way]) * 1e6,
+            "per_second": 1 / statistics.median(times[way]),
+            "rpc_ratio": median_ratio(times["rpc"], times[way]),
+        }
+        for way in ways
+    ]
+
+
+def _timed(trip: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    trip()
+    return time.perf_counter() - start
+
+
+def _model(size: int) -> nn.Module:
+    count = 1 if size <= 4 * KB else _TENSORS
+    return nn.ParameterList(nn.Parameter(torch.zeros(size // 4 // count)) for _ in range(count))
+
+
+def _set_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-6)
+
+
+class _Worker:
+    """A worker of our server, whose address comes from the other rank."""
+
+    def __init__(self, size: int, sealing: Sealing | None) -> None:
+        self._model = _model(size)
+        _set_gradients(self._model)
+        process, memory, port, *token = _shared_numbers([0] * 35)
+        local = sealing is None
+        self._client = Client(
+            self._model,
+            address=f"ipc://@paceline-bench-{process}-{memory}" if local else f"tcp://127.0.0.1:{port}",
+            token=bytes(token),
+            sealing=sealing or "none",
+            rank=0,
+            incarnation=0,
+            memory=os.open(f"/proc/{process}/fd/{memory}", os.O_RDWR) if local else None,
+        )
+        self._client.ask(-1)
+        self._client.next_step(-1)
+
+    def trip(self) -> None:
+        self._client.push(examples=1, loss=None, seconds=0.0)
+        self._client.next_step(-1)
+
+    def close(self) -> None:
+        self._client.leave(failed=False)
+
+
+def _serve(size: int) -> list[Row]:
+    """Be the servers that the other rank compares; it is the one that has rows."""
+    _ServerOfRpc.models[size] = _ServerOfRpc(size)
+    threads = []
+    for sealing in WAYS.values():
+        token, memory = secrets.token_bytes(32), os.memfd_create("paceline-bench")
+        listener = Listener(token)
+        port = 0
+        if sealing is None:
+            listener.bind(f"ipc://@paceline-bench-{os.getpid()}-{memory}", remote=False)
+        else:
+            port = int(listener.bind("tcp://127.0.0.1:0", remote=True, sealing=sealing).rpartition(":")[2])
+        threads.append(threading.Thread(target=_be_server, args=(size, listener, memory)))
+        threads[-1].start()
+        _shared_numbers([os.getpid(), memory, port, *token])
+    for thread in threads:
+        thread.join()
+    dist.barrier()
+    return []
+
+
+def _be_server(size: int, listener: Listener, memory: int) -> None:
+    model, policy = _model(size), parse_policy("async")
+    assert isinstance(policy, ServerPolicy)
+    trainee = Trainee(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    server = LiveServer(
+        trainee,
+        policy,
+        workers=1,
+        waits_for_all=True,
+        memory=memory,
+        queue=WorkQueue(),
+        version=0,
+        seed=0,
+        listener=listener,
+        host=_Host(),
+    )
+    server.serve(lambda: False)
+    listener.close()
+
+
+class _Host:
+    """A host that keeps nothing."""
+
+    def rate(self) -> float:
+        return 0.1
+
+    def committed(self, commit: Committed) -> None:
+        pass
+
+    def save(self, path: Path | None) -> Path | None:
+        return None
+
+    def note(self, event: str, values: dict[str, Any]) -> None:
+        pass
+
+
+def _shared_numbers(numbers: list[int]) -> list[int]:
+    """The numbers of the server's rank, on both."""
+    tensor = torch.tensor(numbers)
+    dist.broadcast(tensor, _SERVER)
+    return [int(number) for number in tensor.tolist()]
+
+
+# The same by torch.distributed.rpc -----------------------------------------------------------------------------------
+
+
+class _ServerOfRpc:
+    models: dict[int, _ServerOfRpc] = {}  # noqa: RUF012  # by size, on the server's rank
+
+    def __init__(self, size: int) -> None:
+        self._parameters = list(_model(size).parameters())
+        self._optimizer = torch.optim.SGD(self._parameters, lr=0.1)
+
+    def step(self, gradients: list[Tensor]) -> list[Tensor]:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+        return [parameter.detach() for parameter in self._parameters]
+
+
+def step_by_rpc(size: int, gradients: list[Tensor]) -> list[Tensor]:
+    """Apply gradients on the server and give its parameters; called by name from the other process."""
+    return _ServerOfRpc.models[size].step(gradients)
+
+
+class _WorkerOfRpc:
+    def __init__(self, size: int) -> None:
+        self._size, self._model = size, _model(size)
+        _set_gradients(self._model)
+
+    def trip(self) -> None:
+        gradients = [parameter.grad for parameter in self._model.parameters()]
+        new = rpc.rpc_sync(f"rank{_SERVER}", step_by_rpc, args=(self._size, gradients))
+        with torch.no_grad():
+            for parameter, value in zip(self._model.parameters(), new, strict=True):
+                parameter.copy_(value)
+
+
+def _init_rpc() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        free = listener.getsockname()[1]
+    port = _shared_numbers([free])[0]
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    rank = dist.get_rank()
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
