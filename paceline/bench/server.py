@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import statistics
 import threading
 import time
@@ -218,9 +217,5 @@ class _WorkerOfRpc:
 
 
 def _init_rpc() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        free = listener.getsockname()[1]
-    port = _shared_numbers([free])[0]
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
     rank = dist.get_rank()
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)
