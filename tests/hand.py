@@ -64,6 +64,10 @@ class Hand:
             self.workers[worker].alive = False
         return self._do(self.policy.left(self.state, worker, self.at))
 
+    def end(self) -> list[str]:
+        """Nobody will push any more."""
+        return self._do(self.policy.ended(self.state, self.at))
+
     def push(self, worker: int, *, loss: float | None = None, examples: int = 1) -> list[str]:
         """The worker ends its step."""
         push = self.result_of(worker)._replace(examples=examples, loss=loss)

@@ -170,6 +170,30 @@ def size_of(policy: ServerPolicy, enough: int, learners: int) -> int:
 
 
 @every_policy
+def test_the_first_commit_takes_as_many_pushes_as_schedules_are_told(text: str) -> None:
+    hand = Hand(policy_of(text), WORKERS)
+    while not hand.commits:
+        for worker in hand.busy:
+            if not hand.commits:
+                hand.push(worker)
+    assert len(hand.commits[0].pushes) == hand.policy.pushes_per_commit(WORKERS)
+
+
+@every_policy
+@settings(max_examples=30)
+@given(deeds=deeds)
+def test_the_end_commits_what_is_pending_and_no_more(text: str, deeds: list[Deed]) -> None:
+    chaos = Chaos(policy_of(text))
+    hand = chaos.hand
+    chaos.play(deeds)
+    pending, before = tuple(hand.state.pending), len(hand.commits)
+    hand.end()
+    assert [commit.pushes for commit in hand.commits[before:]] == ([pending] if pending else [])
+    assert not hand.state.pending
+    assert hand.end() == []
+
+
+@every_policy
 @settings(max_examples=30)
 @given(deeds=deeds)
 def test_sync_policies_are_never_stale_and_others_count_commits(text: str, deeds: list[Deed]) -> None:
@@ -184,11 +208,13 @@ def test_sync_policies_are_never_stale_and_others_count_commits(text: str, deeds
 
 @every_policy
 @settings(max_examples=30)
-@given(deeds=deeds, order=st.randoms(use_true_random=False))
-def test_nobody_waits_for_ever(text: str, deeds: list[Deed], order: random.Random) -> None:
+@given(deeds=deeds, order=st.randoms(use_true_random=False), ended=st.booleans())
+def test_nobody_waits_for_ever(text: str, deeds: list[Deed], order: random.Random, ended: bool) -> None:
     chaos = Chaos(policy_of(text))
     hand = chaos.hand
     chaos.play(deeds)
+    if ended:  # and the run goes on all the same, with more epochs
+        hand.end()
     for worker in range(WORKERS):  # whoever is there and idle asks
         if worker in hand.present and not hand.workers[worker].computing:
             hand.ask(worker)

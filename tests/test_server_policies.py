@@ -256,6 +256,40 @@ def test_leaving_twice_or_without_having_joined_is_nothing() -> None:
     assert hand.leave(9) == hand.leave(1) == hand.leave(1) == []
 
 
+# The end of the data --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [KBatchSync(k=5), KBatchAsync(k=5)], ids=str)
+def test_the_last_commit_of_mini_batches_may_be_smaller(policy: ServerPolicy) -> None:
+    hand = Hand(policy, 2)
+    hand.push(0, examples=3)
+    hand.push(0, examples=1)
+    assert hand.end()[0] == "commit 0 0"
+    assert hand.commits[0].weights == (0.75, 0.25)
+    assert hand.end() == []
+
+
+def test_who_waits_when_the_data_ends_is_sent_what_its_push_has_made() -> None:
+    hand = Hand(KAsync(k=2), 3)
+    hand.push(1)
+    assert hand.end() == ["commit 1", "send 1"]
+    assert hand.workers[1].version == 1
+
+
+@pytest.mark.parametrize("policy", [Async(), SSP(bound=0)], ids=str)
+def test_where_every_push_is_committed_the_end_changes_nothing(policy: ServerPolicy) -> None:
+    hand = Hand(policy, 2)
+    hand.push(0)
+    assert hand.end() == []
+
+
+def test_the_pushes_of_a_commit_at_the_start() -> None:
+    texts = ["sync", "async", "ssp(bound=3)", "k-sync(k=3)", "k-batch-async(k=20)", "ada-sync(k0=0.2)"]
+    policies = [parse_policy(text) for text in texts]
+    found = [policy.pushes_per_commit(8) for policy in policies if isinstance(policy, ServerPolicy)]
+    assert found == [8, 1, 1, 3, 20, 1]
+
+
 # Late messages --------------------------------------------------------------------------------------------
 
 

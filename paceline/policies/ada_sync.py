@@ -62,12 +62,20 @@ class AdaSync(Gather):
     def cancels(self) -> bool:  # type: ignore[override]
         return self.over.endswith("-sync")
 
+    @property
+    def first_k(self) -> int:
+        """The k of the first window."""
+        return max(1, round(self.k0))
+
     def new_state(self) -> AdaState:
-        return AdaState(k=max(1, round(self.k0)), window_end=self.window)
+        return AdaState(k=self.first_k, window_end=self.window)
 
     def begin(self, workers: int) -> ServerState:
-        check_enough_workers(self, "k0", max(1, round(self.k0)), workers)
+        check_enough_workers(self, "k0", self.first_k, workers)
         return super().begin(workers)
+
+    def pushes_per_commit(self, workers: int) -> int:
+        return self.first_k
 
     def enough(self, state: ServerState) -> int:
         assert isinstance(state, AdaState)

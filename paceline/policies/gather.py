@@ -50,6 +50,9 @@ class Gather(ServerPolicy):
             return self._commit(state, at)
         return self._go_on(state, push.worker) if self.counts_batches else NOTHING
 
+    def ended(self, state: ServerState, at: float) -> Actions:
+        return self._commit(state, at) if state.pending else NOTHING  # the last one may be smaller
+
     def room(self, state: ServerState) -> int:
         return 0 if self.counts_batches else self.enough(state) - len(state.pending) - 1
 
@@ -107,6 +110,9 @@ class Sync(Gather):
 
     name: ClassVar[str] = "sync"
 
+    def pushes_per_commit(self, workers: int) -> int:
+        return workers
+
     def enough(self, state: ServerState) -> int:
         return state.num_learners()
 
@@ -116,6 +122,9 @@ class Async(Gather):
     """Commit every gradient when it comes, however old the parameters that it was computed on."""
 
     name: ClassVar[str] = "async"
+
+    def pushes_per_commit(self, workers: int) -> int:
+        return 1
 
     def enough(self, state: ServerState) -> int:
         return 1
@@ -135,6 +144,9 @@ class GatherK(Gather):
         if not self.counts_batches:
             check_enough_workers(self, "k", self.k, workers)
         return super().begin(workers)
+
+    def pushes_per_commit(self, workers: int) -> int:
+        return self.k
 
     def enough(self, state: ServerState) -> int:
         return self.k if self.counts_batches else min(self.k, state.num_learners())

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from paceline.errors import UsageError
 from paceline.policies.base import Policy
-from paceline.policies.messages import Actions, Push
+from paceline.policies.messages import NOTHING, Actions, Push
 from paceline.policies.state import NOT_YET, ServerState
 
 
@@ -42,6 +42,10 @@ class ServerPolicy(Policy, ABC):
         return type(self.new_state()).from_dict(saved)
 
     @abstractmethod
+    def pushes_per_commit(self, workers: int) -> int:
+        """How many pushes a commit takes when so many workers are there, at the start; for schedules of rates."""
+
+    @abstractmethod
     def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
         """A worker has come, for the first time or as a later incarnation."""
 
@@ -56,6 +60,10 @@ class ServerPolicy(Policy, ABC):
     @abstractmethod
     def pushed(self, state: ServerState, push: Push, at: float) -> Actions:
         """A worker's result has come."""
+
+    def ended(self, state: ServerState, at: float) -> Actions:
+        """No more pushes will come, since the data has been used up: whatever is pending is to be committed."""
+        return NOTHING
 
     def room(self, state: ServerState) -> int:
         """How many pushes to come will all be answered with nothing, unless one has to be dropped."""

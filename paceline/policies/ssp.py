@@ -47,6 +47,9 @@ class SSP(ServerPolicy):
         state.clocks = dict.fromkeys(range(workers), 0)
         return state
 
+    def pushes_per_commit(self, workers: int) -> int:
+        return 1
+
     def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
         state, mine = _own(state), worker
         state.join(worker, incarnation)

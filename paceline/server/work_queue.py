@@ -1,0 +1,110 @@
+"""Which mini-batch goes to whom: handed out by number, so that an epoch uses every one exactly once."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.data.sampler import Last, ShardedSampler
+from paceline.errors import UsageError
+
+
+class WorkQueue:
+    """Lease mini-batches to workers, oldest first; those of cancelled steps and dead workers go out again first.
+
+    Batches of all epochs are one sequence of numbers, cut into epochs only when they are handed out.
+
+    >>> queue = WorkQueue()
+    >>> queue.describe(num_samples=5, batch_size=2, last="short", shuffle=True)
+    >>> queue.take(worker=0, epochs=1), queue.take(worker=1, epochs=1)
+    ((0, 0), (0, 1))
+    >>> queue.give_back(worker=0)
+    >>> queue.take(worker=1, epochs=1)
+    (0, 0)
+    """
+
+    def __init__(self) -> None:
+        self._data: ShardedSampler | None = None  # of one worker: its steps are the batches
+        self._next = 0  # the first batch that was never handed out
+        self._returned: list[int] = []  # a heap
+        self._leases: dict[int, list[int]] = {}  # worker -> the batches of its step
+
+    def describe(self, num_samples: int, batch_size: int, last: Last, shuffle: bool) -> None:
+        """Say what the batches are made of; the first to say it decides, and the others must say the same."""
+        data = ShardedSampler(num_samples, batch_size, last=last, shuffle=shuffle)
+        if self._data is None:
+            self._data = data
+        elif data != self._data:
+            raise UsageError(
+                f"all workers of a run must have the same data; first it was {_told(self._data)}, now {_told(data)}; "
+                "give all of them the same data set, batch size and options, and a resumed run those that it had"
+            )
+
+    def take(self, worker: int, epochs: int) -> tuple[int, int] | None:
+        """Lease to the worker a batch of the epochs below ``epochs``, as its epoch and number; None if none is left.
+
+        What others have leased may still come back: only ``finished`` tells that nothing will.
+        """
+        per_epoch = self._batches_per_epoch()
+        first = self._returned[0] if self._returned else self._next
+        if first >= epochs * per_epoch:
+            return None
+        if self._returned:
+            heapq.heappop(self._returned)
+        else:
+            self._next += 1
+        self._leases.setdefault(worker, []).append(first)
+        return divmod(first, per_epoch)
+
+    def use(self, worker: int) -> None:
+        """The batches leased to the worker are used: its push was accepted."""
+        self._leases.pop(worker, None)
+
+    def give_back(self, worker: int) -> None:
+        """The batches leased to the worker were not used: its step was cancelled, or it is gone."""
+        for batch in self._leases.pop(worker, ()):
+            heapq.heappush(self._returned, batch)
+
+    def finished(self, epochs: int) -> bool:
+        """Tell whether all batches of the epochs below ``epochs`` are used."""
+        return epochs <= 0 or (self._data is not None and self._first_unused() >= epochs * self._batches_per_epoch())
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the oldest batch that is not used yet."""
+        return 0 if self._data is None else self._first_unused() // self._batches_per_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Take what is left as JSON values; leased batches count as not used."""
+        data = self._data
+        return {
+            "data": data and [data.num_samples, data.batch_size, data.last, data.shuffle],
+            "next": self._next,
+            "unused": self._unused(),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` has told; whatever is leased now is forgotten."""
+        if saved["data"] is not None:
+            self.describe(*saved["data"])
+        self._next = saved["next"]
+        self._returned = sorted(saved["unused"])
+        self._leases = {}
+
+    def _batches_per_epoch(self) -> int:
+        if self._data is None:
+            raise UsageError("a batch was asked for before the data was described; describe(...) comes first")
+        return self._data.steps_per_epoch
+
+    def _first_unused(self) -> int:
+        return min(self._unused(), default=self._next)
+
+    def _unused(self) -> list[int]:
+        """The batches that were handed out and are not used."""
+        return sorted([*self._returned, *(batch for leases in self._leases.values() for batch in leases)])
+
+
+def _told(data: ShardedSampler) -> str:
+    order = "shuffled" if data.shuffle else "in order"
+    return f"{data.num_samples} samples {order} in batches of {data.batch_size} (last={data.last!r})"
