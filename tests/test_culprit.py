@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.culprit import Fault, Life, find_fault
+from paceline.launch.culprit import SERVER, Fault, Life, find_fault
 
 
 def failed(rank: int, at: float, *types: str, message: str = "", **life: Any) -> Life:
@@ -133,3 +133,80 @@ def test_who_had_gone_quietly_is_mentioned() -> None:
     quiet = Life(rank=1, exiting=0, exiting_at=1.0, code=0, ended_at=2.0)
     assert "(worker 1 had exited with code 0 by then)" in culprit(suffering(0, 3.0), quiet).message(0.0)
     assert "had exited" not in culprit(failed(0, 3.0, "ValueError"), quiet).message(0.0)
+
+
+def served_fault(*lives: Life) -> str | None:
+    fault = find_fault(lives, served=True)
+    return None if fault is None else fault.message(started=10.0)
+
+
+WORKING = Life(rank=0, sessions=1, in_session=True)
+SERVING = Life(rank=SERVER)
+
+
+@pytest.mark.parametrize(
+    "life",
+    [
+        Life(rank=1, code=-9, ended_at=11),
+        Life(rank=1, code=-11, sessions=1, in_session=True, ended_at=11),
+        Life(rank=1, code=0, exiting=0, sessions=1, in_session=True, ended_at=11),
+        Life(rank=1, code=0, exiting=0, ended_at=11),
+    ],
+    ids=repr,
+)
+def test_under_a_server_workers_may_be_killed_or_leave(life: Life) -> None:
+    assert served_fault(WORKING, life, SERVING) is None
+    assert find_fault([WORKING, life]) is not None
+
+
+@pytest.mark.parametrize(
+    ("life", "message"),
+    [
+        (failed(1, 11.0, "ValueError"), "worker 1 failed (after 1.0 s):\ntraceback of 1\n"),
+        (failed(1, 11.0, "CommError"), "worker 1 failed (after 1.0 s):\ntraceback of 1\n"),
+        (Life(rank=1, code=3, ended_at=11), "worker 1 exited with code 3 (after 1.0 s)\n"),
+        (failed(SERVER, 11.0, "ValueError"), f"the server failed (after 1.0 s):\ntraceback of {SERVER}\n"),
+        (Life(rank=SERVER, code=-15, ended_at=11), "the server was killed by SIGTERM (after 1.0 s)\n"),
+        (Life(rank=SERVER, code=4, ended_at=11), "the server exited with code 4 (after 1.0 s)\n"),
+        (
+            Life(rank=1, code=-9, ended_at=11, given_up=True, fruitless=9, incarnation=9),
+            "worker 1 was killed by SIGKILL (after 1.0 s); before it joined, and so were the 9 before it\n",
+        ),
+    ],
+)
+def test_what_is_a_fault_under_a_server(life: Life, message: str) -> None:
+    others = [Life(rank=2, code=-9, ended_at=10.5), Life(rank=3, code=0, exiting=0, exiting_at=10.5)]
+    assert served_fault(WORKING, life, *others, SERVING) == message
+
+
+def test_the_servers_death_explains_what_workers_raise() -> None:
+    suffers = failed(0, 10.5, "CommError")
+    assert served_fault(suffers, Life(rank=SERVER, code=-9, ended_at=11)) == (
+        "the server was killed by SIGKILL (after 1.0 s); out of memory?\n"
+    )
+    quiet = Life(rank=SERVER, exiting=0, exiting_at=10.4)
+    assert "(the server had exited with code 0 by then)" in str(served_fault(suffers, quiet))
+
+
+def test_no_worker_is_left() -> None:
+    killed = [Life(rank=rank, code=-9, ended_at=11 + rank) for rank in range(3)]
+    assert served_fault(*killed[::-1], SERVING) == "worker 2 was killed by SIGKILL (after 3.0 s); no worker is left\n"
+    assert served_fault(*killed[1:], Life(rank=0, code=0, exiting=0), SERVING) is None, "one has ended well"
+    assert served_fault(*killed[1:], WORKING, SERVING) is None
+
+
+def test_a_worker_started_again_too_late_is_no_fault() -> None:
+    ended = Life(rank=SERVER, exiting=0, exiting_at=10.4)
+    late = failed(0, 11.0, "CommError", incarnation=1)
+    assert served_fault(late, ended) is None
+    assert served_fault(late, SERVING) is not None
+    assert served_fault(failed(0, 11.0, "CommError"), ended) is not None, "the first of its rank came in time"
+    assert served_fault(failed(0, 11.0, "ValueError", incarnation=1), ended) is not None
+
+
+def test_who_asks_for_a_server() -> None:
+    life = Life(rank=0)
+    life.hear({"event": "joined"})
+    assert not life.needs_server
+    life.hear({"event": "needs server"})
+    assert life.needs_server

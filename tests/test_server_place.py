@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.launch import environment
 from paceline.launch.environment import ServerPlace, read_world, server_variables, take_server_place
-from paceline.launch.outfit import joiner_environment, server_environment, worker_environment
+from paceline.launch.outfit import Outfit
 
 PLACE = ServerPlace(address="ipc://@somewhere", token="ab" * 32)
 PLACES = st.builds(
@@ -101,24 +101,24 @@ OUTER = {"RANK": "9", "WORLD_SIZE": "10", "PACELINE_ROLE": "server", "PACELINE_B
 
 
 def test_a_local_worker_has_a_rank_and_a_place(given_variables: Callable[..., None]) -> None:
-    given_variables(worker_environment(rank=1, workers=2, port=1, place=replace(PLACE, incarnation=3), base=OUTER))
+    given_variables(Outfit(workers=2, port=1, place=PLACE, base=OUTER).worker(1, incarnation=3))
     assert take_server_place() == replace(PLACE, workers=2, incarnation=3)
     world = read_world()
     assert world is not None and (world.rank, world.size) == (1, 2)
 
 
 def test_a_server_has_no_rank_and_no_world(given_variables: Callable[..., None]) -> None:
-    place = replace(PLACE, role="server", bind="0.0.0.0:0")
-    given_variables(server_environment(workers=2, policy="async", place=place, base=OUTER))
+    outfit = Outfit(workers=2, port=1, place=replace(PLACE, delay=("1", 0.1)), base=OUTER)
+    given_variables(outfit.server(bind="0.0.0.0:0"))
     assert read_world() is None, "and no complaint about half a world"
-    assert take_server_place() == replace(place, workers=2)
+    assert take_server_place() == replace(PLACE, role="server", bind="0.0.0.0:0", workers=2)
     assert read_world() is None
     assert "RANK" not in os.environ and "LOCAL_RANK" not in os.environ
 
 
 def test_the_server_gives_a_joiner_its_rank(given_variables: Callable[..., None]) -> None:
     slurm = {**OUTER, "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}
-    given_variables(joiner_environment(local_rank=1, workers=2, policy=None, place=PLACE, base=slurm))
+    given_variables(Outfit(workers=2, place=PLACE, base=slurm).worker(1))
     assert take_server_place() == PLACE
     assert read_world() is None
     assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "2")

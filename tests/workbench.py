@@ -7,7 +7,7 @@ import os
 import signal
 import textwrap
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ PROLOGUE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from paceline.launch.reports import report
-rank = int(os.environ["RANK"])
+rank = int(os.environ.get("RANK", -1))
 def wait_for(path):
     while not Path(path).exists():
         time.sleep(0.005)
@@ -80,9 +80,9 @@ def workbench(directory: Path, capture: pytest.CaptureFixture[str], monkeypatch:
     assert not left, "processes were left behind"
 
 
-def when_all_say(event: str, workers: int, action: Callable[[], None]) -> Reports:
-    """Do something once every worker has reported an event."""
-    waiting = set(range(workers))
+def when_all_say(event: str, workers: int | Iterable[int], action: Callable[[], None]) -> Reports:
+    """Do something once each of so many workers, or of these, has reported an event."""
+    waiting = set(range(workers) if isinstance(workers, int) else workers)
 
     def hear(rank: int, report: dict[str, Any]) -> None:
         if report["event"] == event and rank in waiting:

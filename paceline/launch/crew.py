@@ -1,4 +1,4 @@
-"""The workers of one host as processes: started, heard, signalled and ended."""
+"""The workers of one host, and perhaps the server, as processes: started, heard, signalled and ended."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from typing import Any
 from paceline.launch.culprit import Life
 from paceline.launch.environment import REPORT_DESCRIPTOR
 from paceline.launch.guard import Guard, sweep
-from paceline.launch.outfit import worker_environment
 from paceline.launch.streams import Copier, Screen
 
 _TICK = 0.05  # seconds between looks at the processes
 
 
-class Worker:
-    """One worker: a process that leads a session and group of its own, and the threads that read its pipes."""
+class Member:
+    """One of the crew: a process that leads a session and group of its own, and the threads that read its pipes."""
 
     def __init__(
         self,
@@ -32,7 +31,8 @@ class Worker:
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
-        alone: bool,
+        descriptors: Sequence[int],
+        prefix: str,
         screen: Screen,
         heard: Callable[[Life, dict[str, Any]], None],
     ) -> None:
@@ -43,10 +43,10 @@ class Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.launch.worker", *command],
                 env={**environment, REPORT_DESCRIPTOR: str(writing)},
-                stdin=None if alone else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if prefix else None,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(writing,),
+                pass_fds=(writing, *descriptors),
                 start_new_session=True,
             )
         except BaseException:
@@ -56,7 +56,6 @@ class Worker:
             os.close(writing)
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         self.life = life
-        prefix = "" if alone else f"[{life.rank}] "
         assert self.process.stdout is not None and self.process.stderr is not None
         self.copiers = [
             Copier(self.process.stdout, screen, "stdout", prefix=prefix),
@@ -82,15 +81,15 @@ class Worker:
 
 
 class Crew:
-    """All workers of a run; leaving its ``with`` block leaves no process behind."""
+    """All processes of a run; leaving its ``with`` block leaves none behind."""
 
     def __init__(self, on_report: Callable[[int, dict[str, Any]], None] | None = None) -> None:
         self.screen = Screen()
-        self.lives: list[Life] = []
         self._on_report = on_report
         # Not a SimpleQueue: its get(timeout) waits for ever if a signal comes and handling it takes longer than that.
         self._reports: queue.Queue[tuple[Life, dict[str, Any]]] = queue.Queue()
-        self._workers: list[Worker] = []
+        self._lives: dict[int, Life] = {}  # the latest of each rank
+        self._members: list[Member] = []
         self._sweepers: list[threading.Thread] = []
         self._guard = Guard()
 
@@ -102,7 +101,7 @@ class Crew:
         self.kill()
         for sweeper in self._sweepers:
             sweeper.join()
-        copiers = [copier for worker in self._workers for copier in worker.copiers]
+        copiers = [copier for member in self._members for copier in member.copiers]
         for copier in copiers:
             copier.finish()
         for copier in copiers:
@@ -111,31 +110,37 @@ class Crew:
 
     def start(
         self,
+        life: Life,
         command: Sequence[str],
+        environment: Mapping[str, str],
         *,
-        workers: int,
-        port: int,
-        policy: str | None,
-        environment: Mapping[str, str] | None,
+        descriptors: Sequence[int] = (),
+        prefix: str = "",
     ) -> None:
-        """Start the workers. The calling thread must outlive them: to the kernel it is the parent they die with."""
-        for rank in range(workers):
-            life = Life(rank=rank)
-            worker = Worker(
-                life,
-                command,
-                worker_environment(rank=rank, workers=workers, port=port, policy=policy, base=environment),
-                alone=workers == 1,
-                screen=self.screen,
-                heard=lambda life, report: self._reports.put((life, report)),
-            )
-            self._guard.watch(worker.process.pid)
-            self.lives.append(life)
-            self._workers.append(worker)
+        """Start a process, in the place of an earlier one of its rank; only one without a prefix has our input.
+
+        The calling thread must outlive it: to the kernel it is the parent that the process dies with.
+        """
+        member = Member(
+            life,
+            command,
+            environment,
+            descriptors=descriptors,
+            prefix=prefix,
+            screen=self.screen,
+            heard=lambda life, report: self._reports.put((life, report)),
+        )
+        self._guard.watch(member.process.pid)
+        self._lives[life.rank] = life
+        self._members.append(member)
 
     @property
-    def running(self) -> list[Worker]:
-        return [worker for worker in self._workers if worker.life.code is None]
+    def lives(self) -> list[Life]:
+        return list(self._lives.values())
+
+    @property
+    def running(self) -> list[Member]:
+        return [member for member in self._members if member.life.code is None]
 
     def wait(self, seconds: float = _TICK, *, until: Callable[[], bool] = lambda: False) -> None:
         """Take in reports and endings for a while, or until all have ended or ``until`` says so."""
@@ -145,12 +150,12 @@ class Crew:
             self._reap()
 
     def signal(self, number: int) -> None:
-        """Send a signal to each running worker; what becomes of its children is the worker's business."""
-        for worker in self.running:
-            worker.process.send_signal(number)
+        """Send a signal to each running process; what becomes of its children is that process's business."""
+        for member in self.running:
+            member.process.send_signal(number)
 
     def kill(self) -> None:
-        """End the running workers at once."""
+        """End the running processes at once."""
         self.signal(signal.SIGKILL)
         while self.running:
             self.wait()
@@ -168,22 +173,22 @@ class Crew:
             self._on_report(life.rank, report)
 
     def _reap(self) -> None:
-        """Notice which workers have ended, end their children, and take in their last reports before that."""
-        ended = [worker for worker in self.running if worker.process.poll() is not None]
+        """Notice which processes have ended, end their children, and take in their last reports before that."""
+        ended = [member for member in self.running if member.process.poll() is not None]
         if not ended:
             return
         now = time.time()
         self._sweepers.append(threading.Thread(target=self._sweep, args=(ended,)))
         self._sweepers[-1].start()
-        for worker in ended:
-            worker.listener.join(timeout=1)
+        for member in ended:
+            member.listener.join(timeout=1)
         self._hear(0)
-        for worker in ended:
-            worker.life.code = worker.process.returncode
-            worker.life.ended_at = now
+        for member in ended:
+            member.life.code = member.process.returncode
+            member.life.ended_at = now
 
-    def _sweep(self, ended: Sequence[Worker]) -> None:
-        """End the children of workers that have ended; the others need not wait for it."""
-        sweep(worker.process.pid for worker in ended)
-        for worker in ended:
-            self._guard.forget(worker.process.pid)
+    def _sweep(self, ended: Sequence[Member]) -> None:
+        """End the children of processes that have ended; the others need not wait for it."""
+        sweep(member.process.pid for member in ended)
+        for member in ended:
+            self._guard.forget(member.process.pid)

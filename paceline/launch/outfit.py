@@ -1,72 +1,60 @@
-"""The environments that a supervisor gives to its processes: workers, workers of another host's server, the server."""
+"""The environments that a supervisor gives to its processes."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from paceline.launch.environment import POLICY, SERVICE, SUPERVISOR, TORCHRUN, ServerPlace, server_variables
 
 
-def worker_environment(
-    *,
-    rank: int,
-    workers: int,
-    port: int,
-    policy: str | None = None,
-    place: ServerPlace | None = None,
-    base: Mapping[str, str] | None = None,
-) -> dict[str, str]:
-    """Make the environment of one local worker: ``base`` (or ours), torchrun's variables and our own.
+@dataclass(frozen=True, kw_only=True)
+class Outfit:
+    """What the processes of one run find in their environments: ``base`` (or ours), torchrun's variables and our own.
 
     What the user has set of the number of threads, Gloo's interface and Python's buffering stays.
     """
-    world = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": workers,
-        "LOCAL_WORLD_SIZE": workers,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the supervisor's: rank 0 must not open one
-    }
-    return _environment(workers, world, policy, place, base)
 
+    workers: int  # on this host, or for a server all that it expects
+    port: int | None = None  # of the store of torch.distributed; None if the workers have none
+    place: ServerPlace | None = None
+    policy: str | None = None
+    base: Mapping[str, str] | None = None
 
-def joiner_environment(
-    *, local_rank: int, workers: int, policy: str | None, place: ServerPlace, base: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Make the environment of a local worker of another host's server, which will give it its rank."""
-    world = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": workers}
-    return _environment(workers, world, policy, place, base)
+    def worker(self, rank: int, *, incarnation: int = 0) -> dict[str, str]:
+        """The environment of a worker; one without a store joins another host's server, which will give it its rank."""
+        world: dict[str, object] = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.workers}
+        if self.port is not None:
+            world |= {
+                "RANK": rank,
+                "WORLD_SIZE": self.workers,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": self.port,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the supervisor's: rank 0 must not open one
+            }
+        return self._environment(world, self.place and replace(self.place, incarnation=incarnation))
 
+    def server(self, *, bind: str | None = None) -> dict[str, str]:
+        """The environment of the server: it is none of the workers, and has no rank."""
+        assert self.place is not None
+        return self._environment(
+            {"WORLD_SIZE": self.workers}, replace(self.place, role="server", bind=bind, delay=None)
+        )
 
-def server_environment(
-    *, workers: int, policy: str | None, place: ServerPlace, base: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Make the environment of the server of this many workers: it is none of them, and has no rank."""
-    return _environment(workers, {"WORLD_SIZE": workers}, policy, place, base)
-
-
-def _environment(
-    workers: int,
-    world: Mapping[str, object],
-    policy: str | None,
-    place: ServerPlace | None,
-    base: Mapping[str, str] | None,
-) -> dict[str, str]:
-    outer = os.environ if base is None else base
-    inherited = {name: value for name, value in outer.items() if name not in (*TORCHRUN, *SERVICE)}
-    defaults = {
-        "OMP_NUM_THREADS": str(threads_per_worker(workers)),
-        "GLOO_SOCKET_IFNAME": _loopback_interface(),
-        "PYTHONUNBUFFERED": "1",
-    }
-    fixed = {name: str(value) for name, value in world.items()}
-    asked = {} if policy is None else {POLICY: policy}
-    service = {} if place is None else server_variables(place)
-    return {**defaults, **inherited, **fixed, **asked, **service, SUPERVISOR: str(os.getpid())}
+    def _environment(self, world: Mapping[str, object], place: ServerPlace | None) -> dict[str, str]:
+        outer = os.environ if self.base is None else self.base
+        inherited = {name: value for name, value in outer.items() if name not in (*TORCHRUN, *SERVICE)}
+        defaults = {
+            "OMP_NUM_THREADS": str(threads_per_worker(self.workers)),
+            "GLOO_SOCKET_IFNAME": _loopback_interface(),
+            "PYTHONUNBUFFERED": "1",
+        }
+        fixed = {name: str(value) for name, value in world.items()}
+        asked = {} if self.policy is None else {POLICY: self.policy}
+        service = {} if place is None else server_variables(place)
+        return {**defaults, **inherited, **fixed, **asked, **service, SUPERVISOR: str(os.getpid())}
 
 
 def threads_per_worker(workers: int) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.crew import Crew
 from paceline.launch.culprit import Fault, find_fault
+from paceline.launch.outfit import Outfit
+from paceline.launch.service import ServerOptions, Service, open_place
 from paceline.launch.store import HostedStore
 
 _TIME_TO_SAVE = 10.0  # seconds that workers have after a signal
@@ -29,6 +31,7 @@ def supervise(
     environment: Mapping[str, str] | None = None,
     on_report: Callable[[int, dict[str, Any]], None] | None = None,
     on_stop: Callable[[], None] = lambda: None,
+    server: ServerOptions | None = None,
 ) -> int:
     """Run ``command`` (``script.py ...`` or ``-m module ...``) on this many local workers; return the exit code.
 
@@ -37,18 +40,29 @@ def supervise(
     gives the workers ten seconds to save, a second one none. No worker outlives this call or this process, nor do its
     children, unless they began a session of their own.
 
+    With a parameter server, which runs the same command, a worker may be killed or leave early: the run goes on
+    while one lives, and ends well when all workers and then the server have.
+
     ``environment`` replaces ours as the base of the workers'; ``on_report`` is called with the rank and what its
-    worker reported, ``on_stop`` at the end of a run that a signal has ended.
+    worker reported (``culprit.SERVER`` for the server), ``on_stop`` at the end of a run that a signal has ended.
     """
     _check(command, workers)
+    options = server or ServerOptions()
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_caught_signals())
-        store = stack.enter_context(contextlib.closing(HostedStore()))
+        place = stack.enter_context(open_place(options))
+        port = store = None
+        if options.join is None and not options.alone:
+            store = stack.enter_context(contextlib.closing(HostedStore()))
+            port = store.port
         crew = stack.enter_context(Crew(on_report))
+        outfit = Outfit(workers=workers, port=port, place=place, policy=policy, base=environment)
+        service = Service(crew, command, outfit, options)
         started = time.time()
-        crew.start(command, workers=workers, port=store.port, policy=policy, environment=environment)
-        store.serve()
-        fault = _watch(crew, store, stop)
+        service.start()
+        if store is not None:
+            store.serve()
+        fault = _watch(crew, service, store, stop)
         if fault is None and stop:
             fault = _stop(crew, stop)
     if fault is not None:
@@ -93,19 +107,20 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _watch(crew: Crew, store: HostedStore, stop: list[int]) -> Fault | None:
-    """Wait until all workers have ended well, or we are asked to stop, or something went wrong and was ended."""
+def _watch(crew: Crew, service: Service, store: HostedStore | None, stop: list[int]) -> Fault | None:
+    """Wait until all have ended well, or we are asked to stop, or something went wrong and was ended."""
     fault = None
     while crew.running and fault is None and not stop:
         crew.wait()
-        if store.error is not None:
+        if store is not None and store.error is not None:
             raise PacelineError(f"the store for torch.distributed does not start: {store.error}")
-        fault = find_fault(crew.lives)
+        service.attend()
+        fault = service.fault()
     if fault is None or stop:
         return None
     crew.wait(_TIME_TO_GATHER)
-    crew.wait(_MORE_TO_GATHER, until=lambda: _is_certain(find_fault(crew.lives)))
-    fault = find_fault(crew.lives)  # before any signal of ours adds to the signs
+    crew.wait(_MORE_TO_GATHER, until=lambda: _is_certain(service.fault()))
+    fault = service.fault()  # before any signal of ours adds to the signs
     crew.signal(signal.SIGTERM)
     crew.wait(_TIME_TO_END)
     return fault

@@ -1,0 +1,153 @@
+"""The processes of a run: its workers, and the parameter server if the policy has one, which changes who may die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+from paceline.launch.crew import Crew
+from paceline.launch.culprit import SERVER, Fault, Life, find_fault, find_kill
+from paceline.launch.environment import ServerPlace
+from paceline.launch.outfit import Outfit
+
+_MOST_FRUITLESS = 10  # workers of one rank in a row that are killed before they join
+_TIME_TO_FINISH = 60.0  # seconds that the server has after the last worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What a run does about a parameter server; without any it has one as soon as a script's policy needs it."""
+
+    needed: bool = False  # known from the start, so start it at once
+    alone: bool = False  # start no workers: they will join from elsewhere
+    respawn: bool = False  # start a new worker in the place of one that was killed
+    bind: str | None = None  # the server's host:port for workers from elsewhere; port 0 is any
+    trusted: bool = False  # tensors may go unencrypted between hosts
+    join: str | None = None  # the address of a server elsewhere: start none here
+    token: str | None = None  # by default a new one
+    delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that 1 stands for
+
+
+def make_token() -> str:
+    """Make a join token that nobody guesses."""
+    return secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def open_place(options: ServerOptions) -> Iterator[ServerPlace]:
+    """Make the place where the workers of this host find their server: an address, a token, memory to share."""
+    if options.join is not None:
+        if options.token is None:
+            raise UsageError(f"joining {options.join} needs the token that its server was started with")
+        yield ServerPlace(address=options.join, token=options.token, delay=options.delay, trusted=options.trusted)
+        return
+    # Neither has a name in any file system: nothing is left behind, however the run ends.
+    memory = os.memfd_create("paceline-server") if hasattr(os, "memfd_create") else None
+    try:
+        yield ServerPlace(
+            address=f"ipc://@paceline-{secrets.token_hex(16)}",
+            token=options.token or make_token(),
+            memory_fd=memory,
+            delay=options.delay,
+            trusted=options.trusted,
+        )
+    finally:
+        if memory is not None:
+            os.close(memory)
+
+
+class Service:
+    """Starts the processes of a run, and under a server sees to workers that are killed."""
+
+    def __init__(self, crew: Crew, command: Sequence[str], outfit: Outfit, options: ServerOptions) -> None:
+        self._crew = crew
+        self._command = command
+        self._outfit = outfit
+        self._options = options
+        self._memory = () if outfit.place is None or outfit.place.memory_fd is None else (outfit.place.memory_fd,)
+        self._has_server = False
+        self._seen_to: set[tuple[int, int]] = set()  # the killed, by rank and incarnation
+        self._workers_ended: float | None = None  # on the monotonic clock
+
+    @property
+    def served(self) -> bool:
+        """Whether there is a server, here or elsewhere."""
+        return self._has_server or self._options.join is not None
+
+    def start(self) -> None:
+        """Start the server, if it is known to be needed, and the workers."""
+        if self._options.needed or self._options.alone:
+            self._start_server()
+        if not self._options.alone:
+            for rank in range(self._outfit.workers):
+                self._start_worker(Life(rank=rank))
+
+    def attend(self) -> None:
+        """Start the server when a worker has asked for it; tell of workers that were killed, and replace them."""
+        lives = self._crew.lives
+        if not self.served and any(life.needs_server for life in lives):
+            self._start_server()
+        if not self.served:
+            return
+        for life in lives:
+            may_be_killed = life.rank != SERVER and life.failure is None
+            if may_be_killed and (life.rank, life.incarnation) not in self._seen_to and find_kill(life) is not None:
+                self._seen_to.add((life.rank, life.incarnation))
+                self._see_to(life)
+
+    def fault(self) -> Fault | None:
+        """What has gone wrong, if anything has."""
+        return find_fault(self._crew.lives, served=self.served) or self._overdue()
+
+    def _start_server(self) -> None:
+        if not self._memory:
+            raise UsageError("a parameter server needs Linux here, for memory that processes share without a name")
+        self._has_server = True
+        environment = self._outfit.server(bind=self._options.bind)
+        prefix = "" if self._options.alone else "[server] "
+        self._crew.start(Life(rank=SERVER), self._command, environment, descriptors=self._memory, prefix=prefix)
+
+    def _start_worker(self, life: Life) -> None:
+        environment = self._outfit.worker(life.rank, incarnation=life.incarnation)
+        prefix = "" if self._outfit.workers == 1 else f"[{life.rank}] "
+        self._crew.start(life, self._command, environment, descriptors=self._memory, prefix=prefix)
+
+    def _see_to(self, killed: Life) -> None:
+        """Start another worker in the place of a killed one, or tell that the run goes on without."""
+        if self._options.respawn and killed.exiting is None and not self._server_has_ended():
+            fruitless = killed.fruitless + 1 if killed.sessions == 0 else 0
+            if fruitless == _MOST_FRUITLESS:
+                killed.given_up = True
+                return
+            self._tell_of(killed, "another takes its place")
+            self._start_worker(Life(rank=killed.rank, incarnation=killed.incarnation + 1, fruitless=fruitless))
+            return
+        workers = [life for life in self._crew.lives if life.rank != SERVER]
+        if left := sum(life.code is None for life in workers):
+            self._tell_of(killed, f"the run goes on with {left}")
+        elif any(life.code == 0 for life in workers):
+            self._tell_of(killed, "the others had ended")
+
+    def _tell_of(self, killed: Life, what_now: str) -> None:
+        kill = find_kill(killed)
+        assert kill is not None
+        self._crew.screen.write("stderr", f"paceline: {kill.who} {kill.what}; {what_now}\n")
+
+    def _server_has_ended(self) -> bool:
+        return any(life.rank == SERVER and life.code is not None for life in self._crew.lives)
+
+    def _overdue(self) -> Fault | None:
+        """The fault of a server that does not end although all workers have."""
+        running = [member.life.rank for member in self._crew.running]
+        if running != [SERVER] or self._options.alone:
+            return None
+        now = time.monotonic()
+        self._workers_ended = self._workers_ended or now
+        if now - self._workers_ended < _TIME_TO_FINISH:
+            return None
+        return Fault(rank=SERVER, at=time.time(), what=f"did not end within {_TIME_TO_FINISH:g} s of the last worker")
