@@ -6,6 +6,7 @@
   ``RunInUseError``       another live process owns the run directory
   ``NonFiniteLossError``  the loss became NaN or infinite
   ``CommError``           other workers could not be reached, or did not do as this one (also a ``RuntimeError``)
+  ``WireError``           bytes from another process are not what they should be
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class CommError(PacelineError, RuntimeError):
 
     Programs on ``torch.distributed`` expect a ``RuntimeError`` here.
     """
+
+
+class WireError(PacelineError):
+    """Bytes from another process are no message, or not one that may come here and now; they were not used."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:

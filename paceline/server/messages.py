@@ -1,0 +1,169 @@
+"""What workers and server say to each other; ``paceline.server.wire`` makes bytes of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+Count: TypeAlias = Annotated[int, "0 to 2^64-1"]
+
+
+class Described(NamedTuple):
+    """One tensor of the model, by which server and worker see that they have the same."""
+
+    name: str
+    shape: tuple[Count, ...]
+    dtype: str
+    trained: bool
+
+
+class Hello(NamedTuple):
+    """Worker: I want to take part, with this model."""
+
+    rank: int  # -1: give me one
+    incarnation: Count
+    pid: Count
+    host: str
+    local: bool  # shares the server's memory
+    model: tuple[Described, ...]
+
+
+class Data(NamedTuple):
+    """Worker: this is what batch numbers are numbers of."""
+
+    num_samples: Count
+    batch_size: Count
+    last: Literal["short", "drop", "pad"]
+    shuffle: bool
+
+
+class Ask(NamedTuple):
+    """Worker: give me a step."""
+
+    epochs: int  # with a batch of an epoch below this; -1: my data is my own
+
+
+class Push(NamedTuple):
+    """Worker: the gradients of a step."""
+
+    step: Count
+    version: Count
+    examples: Count
+    loss: float  # NaN: none was told
+    seconds: float  # of computing
+    used: bytes  # one bit per parameter: it has a gradient
+
+
+class Skip(NamedTuple):
+    """Worker: the step is given up and its batch used."""
+
+    step: Count
+
+
+class More(NamedTuple):
+    """Worker: one more batch for the same step."""
+
+    step: Count
+
+
+class Mean(NamedTuple):
+    """Worker: average these values over all workers."""
+
+    key: str
+    weight: float
+    values: tuple[float, ...]
+
+
+class Save(NamedTuple):
+    """Worker: write a checkpoint."""
+
+    path: str
+
+
+class Alive(NamedTuple):
+    """Worker: I am still here."""
+
+
+class Leave(NamedTuple):
+    """Worker: I have ended."""
+
+    failed: bool
+
+
+class Welcome(NamedTuple):
+    """Server: you take part."""
+
+    rank: Count
+    world_size: Count
+    seed: int
+    version: Count
+    incarnation: Count
+    layout_bytes: Count
+
+
+class Go(NamedTuple):
+    """Server: compute this step; one under way is cancelled."""
+
+    step: Count
+    version: Count
+    fresh: bool  # the parameters are to be read anew
+    epoch: int
+    batch: int  # -1: none
+
+
+class Batch(NamedTuple):
+    """Server: one more batch for the same step."""
+
+    step: Count
+    epoch: int
+    batch: int
+
+
+class Finished(NamedTuple):
+    """Server: there are no more batches; the parameters of this version are to be read."""
+
+    version: Count
+
+
+class Averaged(NamedTuple):
+    """Server: the values of a Mean, averaged."""
+
+    key: str
+    values: tuple[float, ...]
+
+
+class Saved(NamedTuple):
+    """Server: the checkpoint is written."""
+
+    path: str
+
+
+class Refused(NamedTuple):
+    """Server: what you asked or sent is not accepted."""
+
+    reason: str
+
+
+Message: TypeAlias = (
+    Hello | Data | Ask | Push | Skip | More | Mean | Save | Alive | Leave
+    | Welcome | Go | Batch | Finished | Averaged | Saved | Refused
+)  # fmt: skip
+
+KINDS: dict[int, type[Message]] = {
+    1: Hello,
+    2: Data,
+    3: Ask,
+    4: Push,
+    5: Skip,
+    6: More,
+    7: Mean,
+    8: Save,
+    9: Alive,
+    10: Leave,
+    32: Welcome,
+    33: Go,
+    34: Batch,
+    35: Finished,
+    36: Averaged,
+    37: Saved,
+    38: Refused,
+}
