@@ -1,13 +1,13 @@
 """How two processes prove the join token to each other and agree on keys.
 
-The worker sends ``Opening.hello()``, the server replies by ``answer``, and ``Opening.finish`` takes the reply. Each then has
-a ``Channel``. Both messages have one layout::
+The worker sends ``Opening.hello()``, the server replies by ``answer``, and ``Opening.finish`` takes the reply. Each
+then has a ``Channel``. Both messages have one layout::
 
     PL · protocol version · sealing · X25519 public key · nonce · HMAC-SHA256 by the token
 
 The server's HMAC covers the worker's message too. Keys come by HKDF from the X25519 secret, the token and both
-messages, so whoever learns the token later cannot read what was recorded before. Without sealing there are no keys to agree on.
-A refusal is the first three fields, with a reason in the place of the sealing.
+messages, so whoever learns the token later cannot read what was recorded before. Without sealing there are no keys to
+agree on. A refusal is the first three fields, with a reason in the place of the sealing.
 """
 
 from __future__ import annotations
