@@ -47,7 +47,7 @@ def open_place(options: ServerOptions) -> Iterator[ServerPlace]:
         yield ServerPlace(address=options.join, token=options.token, delay=options.delay, trusted=options.trusted)
         return
     # Neither has a name in any file system: nothing is left behind, however the run ends.
-    memory = os.memfd_create("paceline-server") if hasattr(os, "memfd_create") else None
+    memory = os.memfd_create("paceline-server") if hasattr(os, "memfd_create") and not options.alone else None
     try:
         yield ServerPlace(
             address=f"ipc://@paceline-{secrets.token_hex(16)}",
@@ -105,7 +105,7 @@ class Service:
         return find_fault(self._crew.lives, served=self.served) or self._overdue()
 
     def _start_server(self) -> None:
-        if not self._memory:
+        if not self._memory and not self._options.alone:
             raise UsageError("a parameter server needs Linux here, for memory that processes share without a name")
         self._has_server = True
         environment = self._outfit.server(bind=self._options.bind)
