@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from paceline.cli_options import PathType, delay_options, needs_server, read_delay
+from paceline.cli_run import run, serve
 from paceline.errors import CommError, PacelineError, UsageError, unknown_name
 from paceline.launch.environment import read_world
 from paceline.launch.reports import supervised
 from paceline.version import __version__
 
 if TYPE_CHECKING:
+    from paceline.launch.service import ServerOptions
     from paceline.problems import Problem
     from paceline.studies import Study
     from paceline.training import TrainConfig
@@ -54,6 +57,10 @@ def cli(context: click.Context) -> None:
         print(context.get_help())
 
 
+cli.add_command(run)
+cli.add_command(serve)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command; a user's mistake is one line on stderr and exit code 2, a failed run exit code 1."""
     try:
@@ -83,9 +90,10 @@ def _fail(message: str, code: int) -> NoReturn:
 @cli.command()
 @click.argument("problem", default="digits")
 @click.option("--model", help="Another model than the problem's own.")
-@click.option("--data", type=click.Path(), envvar="PACELINE_DATA", help="Where the data lies.  [PACELINE_DATA]")
+@click.option("--data", type=PathType(), envvar="PACELINE_DATA", help="Where the data lies.  [PACELINE_DATA]")
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
 @click.option("--policy", default="all-reduce", show_default=True, help="How the workers keep pace.")
+@delay_options
 @click.option("--optimizer", help='Such as "sgd(lr=0.1, momentum=0.9)".')
 @click.option("--batch-size", type=int, help="Examples in a step of one worker.")
 @click.option("--epochs", type=int)
@@ -101,15 +109,26 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.option("--precision", default="fp32", show_default=True, help="fp32, or bf16 by autocast.")
 @click.option("--device", default="auto", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--run", type=click.Path(), help="Directory of the run.  [default: runs/PROBLEM-N]")
-@click.option("--resume", type=click.Path(), help="Go on with the run in this directory, with its options.")
+@click.option("--run", type=PathType(), help="Directory of the run.  [default: runs/PROBLEM-N]")
+@click.option("--resume", type=PathType(), help="Go on with the run in this directory, with its options.")
 @click.option("--save-every", type=int, help="Updates between checkpoints.  [default: one epoch]")
 @click.option("--log-every", type=int, default=1, show_default=True, help="Updates between lines of metrics.")
 @click.option("--on-nan", default="stop", show_default=True, help="stop, skip or ignore a loss that is not finite.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @click.pass_context
-def train(context: click.Context, /, workers: int, resume: str | None, as_json: bool, **options: Any) -> None:
+def train(
+    context: click.Context,
+    /,
+    workers: int,
+    respawn: bool,
+    delay: str | None,
+    delay_unit: str | None,
+    resume: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Train a built-in PROBLEM, or the one that a Python file makes (path/to/file.py)."""
+    from paceline.launch.service import ServerOptions
     from paceline.training import TrainConfig, check_config, load_config_problem
 
     if resume is not None:
@@ -122,9 +141,17 @@ def train(context: click.Context, /, workers: int, resume: str | None, as_json: 
     config = TrainConfig(schedule=schedule, **options)
     problem = load_config_problem(config)
     check_config(config, problem, workers)
+    server = ServerOptions(
+        needed=needs_server(config.policy, "--respawn" if respawn else None),
+        respawn=respawn,
+        delay=read_delay(delay, delay_unit, workers),
+    )
     config = dataclasses.replace(config, run=config.run or _free_directory(problem.name))
     try:
-        result = _train_here(config, problem, as_json) if workers == 1 else _train_on(workers, config, as_json)
+        if workers == 1 and not respawn and delay is None:
+            result = _train_here(config, problem, as_json)
+        else:
+            result = _train_on(workers, config, server, as_json)
     except KeyboardInterrupt:
         _fail(f"interrupted; go on with: paceline train --resume {config.run}", 130)
     if as_json:
@@ -148,30 +175,34 @@ def _train_here(config: TrainConfig, problem: Problem, quiet: bool) -> dict[str,
         return train_problem(config, problem, watch, lambda: bool(stop)).as_dict()
 
 
-def _train_on(workers: int, config: TrainConfig, quiet: bool) -> dict[str, Any]:
+def _train_on(workers: int, config: TrainConfig, server: ServerOptions, quiet: bool) -> dict[str, Any]:
     """Train on several workers, each running the hidden command ``train-worker``."""
     from paceline.launch.supervisor import supervise
     from paceline.report.terminal import ProgressLine
     from paceline.training import Progress
 
-    results: list[dict[str, Any]] = []
+    results: dict[int, dict[str, Any]] = {}
     stopped: list[bool] = []
+    shown = 0
     with contextlib.ExitStack() as stack:
         line = None if quiet else stack.enter_context(ProgressLine(f"{config.problem} x {workers}"))
 
         def hear(rank: int, report: dict[str, Any]) -> None:
-            if report["event"] == "result" and rank == 0:
-                results.append(report["result"])
-            elif report["event"] == "progress" and rank == 0 and line is not None and "progress" in report:
+            """All workers tell the same, and any of them may be killed under a server."""
+            nonlocal shown
+            if report["event"] == "result":
+                results[rank] = report["result"]
+            elif report["event"] == "progress" and "progress" in report and line is not None and report["step"] > shown:
+                shown = report["step"]
                 line(Progress(**report["progress"]))
 
         command = ["-m", "paceline", "train-worker", json.dumps(dataclasses.asdict(config))]
-        code = supervise(command, workers=workers, on_report=hear, on_stop=lambda: stopped.append(True))
+        code = supervise(command, workers=workers, on_report=hear, on_stop=lambda: stopped.append(True), server=server)
     if stopped:
         raise KeyboardInterrupt
     if code != 0 or not results:
         sys.exit(code or 1)
-    return results[0]
+    return results[min(results)]
 
 
 @cli.command("train-worker", hidden=True)
@@ -203,22 +234,6 @@ def train_worker(config: str) -> None:
                 raise KeyboardInterrupt from error
             raise
     report("result", result=result.as_dict())
-
-
-@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
-@click.option("--policy", help="How the workers keep pace, for a script that does not say.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
-def run(workers: int, policy: str | None, command: tuple[str, ...]) -> int:
-    """Run a training SCRIPT (or -m MODULE) on several workers of this host."""
-    from paceline.launch.supervisor import supervise
-
-    if policy is not None:
-        from paceline.policies import parse_policy
-
-        parse_policy(policy)
-    tell = functools.partial(print, "paceline: interrupted", file=sys.stderr)
-    return supervise(command, workers=workers, policy=policy, on_stop=tell)
 
 
 def _schedule_config(options: dict[str, Any]) -> Any:
@@ -344,14 +359,14 @@ def _study_options(folder: str) -> list[click.Parameter]:
     return [
         click.Option(
             ["--data"],
-            type=click.Path(path_type=Path),
+            type=PathType(path_type=Path),
             envvar="PACELINE_DATA",
             help="Where the data lies.  [PACELINE_DATA]",
         ),
         click.Option(["--seed"], type=int, default=0, show_default=True),
         click.Option(
             ["--out"],
-            type=click.Path(path_type=Path),
+            type=PathType(path_type=Path),
             default=Path(folder),
             show_default=True,
             help="Directory for result.json, table.md and plot.png.",

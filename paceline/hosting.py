@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from paceline.guard import OnNaN
 from paceline.launch.environment import ServerPlace
 from paceline.launch.reports import report
+from paceline.launch.service import read_gone
 from paceline.peers.exchange import Alone
 from paceline.policies.server import ServerPolicy
 from paceline.record.run import Run
@@ -75,7 +76,7 @@ class HostingSession(Session):
                     self._trainee,
                     self._server_policy,
                     workers=self.world_size,
-                    waits_for_all=place.memory_fd is not None,
+                    waits_for_all=place.bind is None,
                     memory=os.memfd_create("paceline", os.MFD_CLOEXEC) if place.memory_fd is None else place.memory_fd,
                     queue=self._hosting.queue,
                     version=self.steps,
@@ -84,7 +85,16 @@ class HostingSession(Session):
                     host=self,
                 )
                 _listen(listener, place)
-                server.serve(lambda: bool(caught))
+                gone: set[int] = set()
+
+                def asked_to_stop() -> bool:
+                    for rank in read_gone(place.memory_fd, self.world_size) if place.memory_fd is not None else ():
+                        if rank not in gone:
+                            gone.add(rank)
+                            server.worker_is_gone(rank)
+                    return bool(caught)
+
+                server.serve(asked_to_stop)
                 for rank, figures in server.figures().items():
                     self._write("worker", worker=rank, **figures)
                 self._write("strangers", refused=listener.strangers)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import native
+from paceline.cli import main
 
 T = TypeVar("T")
 
@@ -98,3 +100,25 @@ def world(request: pytest.FixtureRequest) -> World:
 def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets are reduced while backward runs, also where the machine has no core to spare for it."""
     monkeypatch.setattr("paceline.peers.group.Peers.overlaps", lambda _: True)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: Any
+    out: str
+    err: str
+
+
+@pytest.fixture
+def paceline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The command in a directory of its own, as a function of its arguments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PACELINE_DATA", raising=False)
+
+    def call(*arguments: str) -> Outcome:
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        streams = capsys.readouterr()
+        return Outcome(caught.value.code, streams.out, streams.err)
+
+    return call

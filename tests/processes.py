@@ -22,13 +22,14 @@ MARK = "PACELINE_TEST_MARK"
 
 
 @contextlib.contextmanager
-def started(arguments: Sequence[str], *, mark: str = "") -> Iterator[subprocess.Popen[str]]:
+def started(arguments: Sequence[str], *, mark: str = "", **variables: str) -> Iterator[subprocess.Popen[str]]:
     """Run ``python -m paceline`` with these arguments; it is dead at the end of the block.
 
-    It and all that it starts carry the ``mark`` in their environments, by which ``living`` finds them.
+    It and all that it starts carry the ``mark`` in their environments, by which ``living`` finds them, and the other
+    ``variables``.
     """
     command = [sys.executable, "-m", "paceline", *arguments]
-    environment = {**ENVIRONMENT, MARK: mark}
+    environment = {**ENVIRONMENT, MARK: mark, **variables}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
@@ -37,9 +38,9 @@ def started(arguments: Sequence[str], *, mark: str = "") -> Iterator[subprocess.
         process.communicate()
 
 
-def finished(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
-    with started(arguments) as process:
+def finished(arguments: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end, with more environment variables."""
+    with started(arguments, **variables) as process:
         out, err = process.communicate(timeout=DEADLINE)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

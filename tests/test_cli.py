@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +14,11 @@ import pytest
 from processes import ENVIRONMENT
 from same_bits import assert_same, metrics_of
 
-from paceline.cli import main
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 from paceline.record.metrics import MetricsWriter
 from paceline.record.run import Run
 
 QUICK = ("train", "quadratic", "--batch-size", "512", "--epochs", "2")  # 16 updates
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: Any
-    out: str
-    err: str
-
-
-@pytest.fixture
-def paceline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The command in a directory of its own, as a function of its arguments."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PACELINE_DATA", raising=False)
-
-    def call(*arguments: str) -> Outcome:
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        streams = capsys.readouterr()
-        return Outcome(caught.value.code, streams.out, streams.err)
-
-    return call
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
@@ -86,6 +62,16 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "log every": (["train", "--log-every", "0"], "log every must be at least 1"),
     "seed too large": (["train", "logistic", "--seed", str(10**30)], "seed"),
     "resuming nothing": (["train", "--resume", "nowhere"], "nowhere/config.json"),
+    "run without its directory": (["train", "--run", "--workers", "2"], "'--run': wanted a path, found '--workers'"),
+    "resume without its directory": (["train", "--resume", "--epochs", "2"], "found '--epochs'.*write ./--epochs"),
+    "data without its directory": (["train", "mnist", "--data", "-x"], "'--data': wanted a path, found '-x'"),
+    "study without its directory": (["study", "optimizers", "--out", "--seed"], "'--out': wanted a path"),
+    "delay": (["train", "--workers", "2", "--delay", "1+exq(0.5)"], "Did you mean 'exp'"),
+    "delay of a worker that is not there": (["train", "--workers", "2", "--delay", "1 slow(2, 5)"], "worker 2"),
+    "delay that kills": (["train", "--workers", "2", "--delay", "1 fails(0, 5)"], "fails.*kill"),
+    "delay's unit": (["train", "--delay", "1", "--delay-unit", "40"], "40 has no unit"),
+    "unit without a delay": (["train", "--delay-unit", "40ms"], '--delay "1.exp.0.5." --delay-unit 40ms'),
+    "respawn without a server": (["train", "--workers", "2", "--respawn"], "--respawn wants a policy with a parameter"),
 }
 
 

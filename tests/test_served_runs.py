@@ -266,9 +266,9 @@ def test_a_signal_reaches_workers_and_server(bench: Bench) -> None:
 
 def test_a_server_alone_expects_workers_from_elsewhere(bench: Bench) -> None:
     options = ServerOptions(alone=True, bind="127.0.0.1:0", trusted=True, token="ab" * 32)
-    source = "print(place.role, place.workers, place.bind, place.trusted, place.token)"
+    source = "print(place.role, place.workers, place.bind, place.trusted, place.memory_fd, place.token)"
     ended = run(bench, source, 5, options, serve="")
-    assert ended == Ended(0, f"server 5 127.0.0.1:0 True {'ab' * 32}\n", "")
+    assert ended == Ended(0, f"server 5 127.0.0.1:0 True None {'ab' * 32}\n", "")
 
 
 def test_workers_of_a_server_elsewhere(bench: Bench) -> None:

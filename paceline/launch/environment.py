@@ -57,7 +57,7 @@ class ServerPlace:
     token: str  # in hexadecimal digits: who has it may join
     role: Literal["worker", "server"] = "worker"
     workers: int | None = None  # expected from the start; None where the server is on another host and knows
-    memory_fd: int | None = None  # memory that the processes of the server's host share; None elsewhere
+    memory_fd: int | None = None  # memory that the server shares with the workers started beside it; None elsewhere
     incarnation: int = 0  # how many of this rank there were before
     delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that its 1 stands for
     bind: str | None = None  # for the server: host:port for workers that were started elsewhere; port 0 is any
@@ -95,6 +95,11 @@ def read_place() -> tuple[int, int] | None:
 def asked_policy(environment: Mapping[str, str] | None = None) -> str | None:
     """The policy given to ``paceline run --policy``, if one was."""
     return (os.environ if environment is None else environment).get(POLICY) or None
+
+
+def asked_token() -> str | None:
+    """The join token that the user has put into the environment, if so."""
+    return os.environ.get(TOKEN) or None
 
 
 def take_supervisor() -> tuple[int, int] | None:

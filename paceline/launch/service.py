@@ -33,6 +33,19 @@ class ServerOptions:
     delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that 1 stands for
 
 
+_GONE = 64  # where in the memory each rank has a byte that says so
+
+
+def mark_gone(memory: int, rank: int) -> None:
+    """Write into the memory of the server that no worker of this rank will come (again)."""
+    os.pwrite(memory, b"\1", _GONE + rank)
+
+
+def read_gone(memory: int, workers: int) -> list[int]:
+    """The ranks that are marked so."""
+    return [rank for rank, mark in enumerate(os.pread(memory, workers, _GONE)) if mark]
+
+
 def make_token() -> str:
     """Make a join token that nobody guesses."""
     return secrets.token_hex(32)
@@ -47,7 +60,7 @@ def open_place(options: ServerOptions) -> Iterator[ServerPlace]:
         yield ServerPlace(address=options.join, token=options.token, delay=options.delay, trusted=options.trusted)
         return
     # Neither has a name in any file system: nothing is left behind, however the run ends.
-    memory = os.memfd_create("paceline-server") if hasattr(os, "memfd_create") else None
+    memory = os.memfd_create("paceline-server") if hasattr(os, "memfd_create") and not options.alone else None
     try:
         yield ServerPlace(
             address=f"ipc://@paceline-{secrets.token_hex(16)}",
@@ -105,7 +118,7 @@ class Service:
         return find_fault(self._crew.lives, served=self.served) or self._overdue()
 
     def _start_server(self) -> None:
-        if not self._memory:
+        if not self._memory and not self._options.alone:
             raise UsageError("a parameter server needs Linux here, for memory that processes share without a name")
         self._has_server = True
         environment = self._outfit.server(bind=self._options.bind)
@@ -117,6 +130,11 @@ class Service:
         prefix = "" if self._outfit.workers == 1 else f"[{life.rank}] "
         self._crew.start(life, self._command, environment, descriptors=self._memory, prefix=prefix)
 
+    def _tell_server(self, rank: int) -> None:
+        """Let the server know that it need not wait for a worker: one that never joined, it cannot miss by itself."""
+        for memory in self._memory:
+            mark_gone(memory, rank)
+
     def _see_to(self, killed: Life) -> None:
         """Start another worker in the place of a killed one, or tell that the run goes on without."""
         if self._options.respawn and killed.exiting is None and not self._server_has_ended():
@@ -127,6 +145,7 @@ class Service:
             self._tell_of(killed, "another takes its place")
             self._start_worker(Life(rank=killed.rank, incarnation=killed.incarnation + 1, fruitless=fruitless))
             return
+        self._tell_server(killed.rank)
         workers = [life for life in self._crew.lives if life.rank != SERVER]
         if left := sum(life.code is None for life in workers):
             self._tell_of(killed, f"the run goes on with {left}")

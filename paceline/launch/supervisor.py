@@ -46,7 +46,7 @@ def supervise(
     ``environment`` replaces ours as the base of the workers'; ``on_report`` is called with the rank and what its
     worker reported (``culprit.SERVER`` for the server), ``on_stop`` at the end of a run that a signal has ended.
     """
-    _check(command, workers)
+    check_command(command, workers)
     options = server or ServerOptions()
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_caught_signals())
@@ -73,7 +73,8 @@ def supervise(
     return 0 if fault is None else fault.code
 
 
-def _check(command: Sequence[str], workers: int) -> None:
+def check_command(command: Sequence[str], workers: int) -> None:
+    """Raise if there is nothing to run, or nobody to run it."""
     if workers < 1:
         raise UsageError(f"a run needs at least 1 worker, got {workers}")
     if not command or command[0] == "":

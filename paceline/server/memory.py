@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.errors import CommError
 
-_HEAD = 4096
+_HEAD = 1 << 16  # the version, and from byte 64 on what the supervisor notes
 _PATIENCE = 0.00005  # seconds between two looks at a lock
 
 
