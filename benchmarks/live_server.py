@@ -3,9 +3,10 @@
     python benchmarks/live_server.py [--k 1 2 4 8] [--policies k-sync ...] [--seconds 25] [--unit 80ms] [--json]
 
 Each case is a run of its own: eight worker processes and a server, compute times X = 1 + Exp(1) injected as sleep
-before the gradient. `interval` is the mean time from commit to commit, in the unit; `expected` is the known value, `virtual`
-that of the virtual cluster. `restart_ms` is the median time from a commit to the beginning of the next step of a worker
-whose step it cancelled. The exit code is 1 if an interval is off by more than 10 % or a staleness by more than 3 %.
+before the gradient. `interval` is the mean time from commit to commit, in the unit; `expected` is the known value,
+`virtual` that of the virtual cluster. `restart_ms` is the median time from a commit to the beginning of the next step
+of a worker whose step it cancelled. The exit code is 1 if an interval is off by more than 10 % or a staleness by more
+than 3 %.
 """
 
 from __future__ import annotations

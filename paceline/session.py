@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import platform
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,7 @@ from paceline.errors import CheckpointError, UsageError, unknown_name
 from paceline.guard import LossGuard, OnNaN, SkipUpdate, Where
 from paceline.launch.environment import ServerPlace, asked_policy, read_place, take_server_place
 from paceline.launch.reports import report, report_failure
+from paceline.pauses import Pauses
 from paceline.peers.exchange import Exchange, connect
 from paceline.peers.reducer import Outcome
 from paceline.policies import Policy, parse_policy
@@ -132,6 +134,8 @@ def join(
             on_nan=on_nan,
         )
         session._start(Path(run) if run is not None else None, resume, dict(config or {}))
+        if place is not None and place.delay is not None:
+            session._pauses = Pauses(*place.delay, seed=session.seed, worker=session.rank)
     except BaseException:
         for thing in (session,) if session is not None else (opened, exchange):
             if thing is not None:
@@ -268,6 +272,7 @@ class Session:
         self._closed = False
         self._metrics_bytes = 0
         self._examples = 0  # of this worker in the update under way
+        self._pauses: Pauses | None = None  # computing time to inject
         self._bad_loss: float | None = None  # found in an accumulating block of the update under way
 
     # The loop ---------------------------------------------------------------------------------------------
@@ -450,6 +455,8 @@ class Session:
         self._current = step
         if self._clock is not None:
             self._clock.start(fresh=fresh)
+        if self._pauses is not None:
+            time.sleep(self._pauses.of_step(self._blocks))
 
     def _count_examples(self, step: Step) -> tuple[int, int | None]:
         """The examples of this block, here and of all workers; the latter is None where nobody knows it."""

@@ -255,7 +255,7 @@ class _Training:
                 if self.stop() and session.rank == 0:  # the others go on until it is gone: it is the one that saves
                     session.save()
                     raise KeyboardInterrupt
-                if self.watch is not None:
+                if self.watch is not None and loss is not None:
                     self.watch(
                         Progress(
                             step=session.steps,
@@ -281,14 +281,16 @@ class _Training:
         total = session.steps + max(0, to_come)
         return min(total, self.config.max_steps or total)
 
-    def _step(self, session: Session, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _step(self, session: Session, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Make one step and give its loss; None if it was cancelled."""
         if self.needs_closure:
             return session.minimize(lambda: self._backward(inputs, targets))
+        loss: Tensor | None = None
         with session.step() as step:
             loss = self._loss(inputs, targets)
             step.record(loss=loss)  # before backward: it then travels with the gradients
             torch.autograd.backward(loss)
-        return loss.detach()
+        return None if step.cancelled or loss is None else loss.detach()
 
     def _backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self._loss(inputs, targets)
