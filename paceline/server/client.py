@@ -86,7 +86,7 @@ class Client:
         if self._address.startswith("tcp"):
             self._socket.set(zmq.HEARTBEAT_IVL, 300)
             self._socket.set(zmq.HEARTBEAT_TIMEOUT, 2000)
-            self._socket.set(zmq.IPV6, 1)
+            self._socket.set(zmq.IPV6, "[" in self._address)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._lost_at = None
         self._poller = zmq.Poller()
@@ -169,14 +169,14 @@ class Client:
                 self.ask(epochs)
         self._later = None
         if isinstance(answer, wire.Finished):
-            self._read()
+            self._read(answer.version)
             return answer._replace(version=self.version)
         self._step = answer.step
         if answer.fresh:
             self._read(answer.version)
         return answer._replace(version=self.version)
 
-    def _read(self, version: int = -1) -> None:
+    def _read(self, version: int) -> None:
         """Take the parameters: as they are now where they are shared, else as they came."""
         if self._memory_file is None:
             read_parameters(self._layouts, self._parameters)

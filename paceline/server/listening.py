@@ -49,7 +49,6 @@ class Peer:
         self.remote = remote
         self.tensors: memoryview | None = None
         self.connected = True
-        self.received_bytes = self.sent_bytes = 0  # of tensors
 
     def send(self, message: Message, tensors: memoryview | None = None) -> None:
         """Send a message; that its receiver is gone shows in ``connected``."""
@@ -61,17 +60,11 @@ class Peer:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             self.connected = False
-        self.sent_bytes += len(tensors) if tensors is not None else 0
 
     def receive(self, parts: Sequence[zmq.Frame]) -> Message | None:
         """The message that these frames complete, or None if more of its tensors are to come."""
         received = self._channel.receive(parts, self.tensors)
-        if received is None:
-            return None
-        head, has_tensors = received
-        if has_tensors and self.tensors is not None:
-            self.received_bytes += len(self.tensors)
-        return decode(head)
+        return decode(received[0]) if received is not None else None
 
 
 class Ended(NamedTuple):
@@ -107,7 +100,7 @@ class Listener:
         if remote:
             socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT)
             socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT)
-            socket.set(zmq.IPV6, 1)
+            socket.set(zmq.IPV6, "[" in address)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:

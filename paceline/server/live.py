@@ -244,8 +244,6 @@ class LiveServer:
             return
         del self._members[member.rank], self._by_peer[member.peer]
         self._queue.give_back(member.rank)
-        member.figures.bytes_in += member.peer.received_bytes
-        member.figures.bytes_out += member.peer.sent_bytes
         if not member.idle:
             self._do(self._policy.left(self._state, member.rank, self._now()))
 
@@ -266,6 +264,7 @@ class LiveServer:
         if len(message.used) != -(-len(self._layouts.trained) // 8):
             raise WireError(f"a push that tells of {8 * len(message.used)} parameters, of {len(self._layouts.trained)}")
         member.pushed_at = now
+        member.figures.bytes_in += self._layouts.up.nbytes
         loss = None if math.isnan(message.loss) else message.loss
         push = decided.Push(member.rank, member.life, message.step, message.version, message.examples, loss)
         if message.step == member.step and (name := not_finite(self._layouts, member.gradients)) is not None:
@@ -344,6 +343,7 @@ class LiveServer:
             member.pushed_at = None
         member.step, member.step_began = step, now
         tensors = self._parameters_for(member) if fresh else None
+        member.figures.bytes_out += self._layouts.down.nbytes if fresh else 0
         member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch), tensors)
 
     def _parameters_for(self, member: Member) -> memoryview | None:

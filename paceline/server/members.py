@@ -23,7 +23,7 @@ class Figures:
     computing_seconds: float = 0.0  # as it says itself, of pushes
     waiting_seconds: float = 0.0  # from its push to its next step
     thrown_away_seconds: float = 0.0  # from the beginning of steps to their cancelling
-    bytes_in: int = 0  # of tensors, to the server
+    bytes_in: int = 0  # of tensors, to the server, on a network or through memory
     bytes_out: int = 0
 
     def as_dict(self) -> dict[str, Any]:
