@@ -29,7 +29,7 @@ class Wire:
     def __init__(self) -> None:
         self.messages: list[list[bytes]] = []
 
-    def send_multipart(self, parts: list[Any], copy: bool) -> None:
+    def send_multipart(self, parts: list[Any], copy: bool = True) -> None:
         self.messages.append([bytes(part) for part in parts])
 
 
