@@ -129,18 +129,20 @@ def be_worker(policy: str, directory: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     train = load_problem("digits", ProblemOptions()).train
-    inputs, targets = (torch.stack([torch.as_tensor(sample[part]) for sample in train]) for part in (0, 1))
+    assert isinstance(train, TensorDataset)
+    inputs, targets = train.tensors
     samples = len(inputs) // BATCH * BATCH  # all batches are whole
     data = TensorDataset(inputs[:samples], targets[:samples], torch.arange(samples))
     model = Counting(samples)
-    counting = {"params": [model.count], "lr": 1.0, "momentum": 0.0}
-    optimizer = torch.optim.SGD([{"params": model.classifier.parameters()}, counting], lr=0.05, momentum=0.9)
+    counting: dict[str, Any] = {"params": [model.count], "lr": 1.0, "momentum": 0.0}
+    learning: dict[str, Any] = {"params": model.classifier.parameters()}
+    optimizer = torch.optim.SGD([learning, counting], lr=0.05, momentum=0.9)
     with paceline.join(model, optimizer, policy=policy, seed=0, run=directory / "run") as session:
         for epoch in session.epochs(1_000_000):
             for x, y, places in session.batches(data, batch_size=BATCH):
                 with session.step():
                     outputs, count = model(x, places)
-                    (nn.functional.cross_entropy(outputs, y) + count).backward()  # type: ignore[no-untyped-call]
+                    (nn.functional.cross_entropy(outputs, y) + count).backward()
                 me = directory / f"worker-{session.rank}"
                 me.write_text(str(os.getpid()))
             if agreed_to_end(session, directory, epoch):
@@ -162,17 +164,16 @@ def look_at(directory: Path) -> dict[str, Any]:
     state = read_checkpoint(file)
     model = Counting(len(state["trainee"]["model"]["count"]))
     model.load_state_dict(state["trainee"]["model"])
-    correct = total = 0
+    assert isinstance(problem.test, TensorDataset)
+    inputs, targets = problem.test.tensors
     with torch.no_grad():
-        for x, y in problem.test:
-            correct += int(model.classifier(torch.as_tensor(x)[None]).argmax() == y)
-            total += 1
+        accuracy = float((model.classifier(inputs).argmax(1) == targets).double().mean())
     epochs = state["data"]["epoch"]
     counted = -model.count.detach()
     return {
         "epochs": epochs,
         "commits": state["session"]["steps"],
-        "accuracy": correct / total,
+        "accuracy": accuracy,
         "target": problem.target,
         "exactly_once": bool((counted == epochs).all()),
         "least": float(counted.min()),

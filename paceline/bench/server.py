@@ -218,4 +218,4 @@ class _WorkerOfRpc:
 
 def _init_rpc() -> None:
     rank = dist.get_rank()
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)  # type: ignore[no-untyped-call]
