@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Iterator
 from typing import Any, TypeAlias, get_args
 
@@ -140,6 +141,19 @@ def test_chunks_out_of_order_or_without_end_are_refused(sealing: Sealing) -> Non
     assert server.receive(chunks[2], into) == (HEAD, True)
     assert bytes(into) == tensors
     assert server.receive(later) == (b"later", False)
+
+
+@pytest.mark.parametrize(("place", "head"), [(0, b""), (CHUNK - 1, b""), (CHUNK, b"new"), (2**64 - 1, b"")])
+def test_a_peer_that_goes_on_elsewhere_in_its_tensors_is_refused(place: int, head: bytes) -> None:
+    worker, server = channels("none")
+    into = memoryview(bytearray(CHUNK + 5))
+    first, second = sent(worker, HEAD, bytes(CHUNK + 5))
+    assert server.receive(first, into) is None
+    with pytest.raises(WireError):
+        server.receive([second[0][:8] + struct.pack("<Q", place) + head, second[1]], into)
+    with pytest.raises(WireError):
+        server.receive([second[0][:8] + struct.pack("<Q", place) + head], into)
+    assert server.receive(second, into) == (HEAD, True)
 
 
 @pytest.mark.parametrize("sealing", SEALINGS)
