@@ -95,10 +95,11 @@ def serve(
 
     def hear(rank: int, report: dict[str, Any]) -> None:
         if report["event"] == "serving":
-            options = ["--join", reachable(report["address"], socket.gethostname())]
+            address = reachable(report["address"], socket.gethostname())
+            options = ["--join", address]
             options += [] if file is None else ["--token-file", str(file)]
             options += ["--trusted-network"] if trusted_network else []
-            print(f"serving at {report['address']}")
+            print(f"serving at tcp://{address}")
             print("the token is in", "PACELINE_TOKEN" if file is None else file)
             print("join with:", shlex.join(["paceline", "run", *options, *command]), flush=True)
 

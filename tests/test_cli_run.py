@@ -161,7 +161,7 @@ if place.role == "worker":
     assert place.address == "tcp://127.0.0.1:4711"
     Path("joined").touch()
     sys.exit()
-report("serving", address=place.bind.replace("127.0.0.1:0", "tcp://127.0.0.1:4711"))
+report("serving", address=place.bind.replace("127.0.0.1:0", "tcp://[::ffff:127.0.0.1]:4711"))
 while not Path("joined").exists():
     time.sleep(0.01)
 """
@@ -249,7 +249,20 @@ HOSTS = st.sampled_from(["node1", "10.0.0.7", "[fd00::1]", "a.b-c"])
 def test_addresses(host: str, port: int) -> None:
     assert read_address(f"{host}:{port}") == read_address(f"tcp://{host}:{port}") == f"tcp://{host}:{port}"
     assert read_bind(f"{host}:{port}") == reachable(f"tcp://{host}:{port}", "here") == f"{host}:{port}"
-    assert reachable(f"tcp://0.0.0.0:{port}", "here") == reachable(f"[::]:{port}", "here") == f"here:{port}"
+
+
+@pytest.mark.parametrize(
+    ("listens", "host"),
+    [
+        ("0.0.0.0", "here"),
+        ("[::]", "here"),
+        ("[::ffff:0.0.0.0]", "here"),
+        ("[::ffff:10.0.0.7]", "10.0.0.7"),
+        ("[fd00::1]", "[fd00::1]"),
+    ],
+)
+def test_what_to_write_for_the_address_that_a_server_listens_at(listens: str, host: str) -> None:
+    assert reachable(f"tcp://{listens}:47", "here") == f"{host}:47"
 
 
 @pytest.mark.parametrize(

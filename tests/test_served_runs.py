@@ -189,6 +189,23 @@ def test_another_takes_the_place_of_a_killed_one(bench: Bench) -> None:
     assert ended.err == 12 * "paceline: worker 1 was killed by SIGKILL; another takes its place\n"
 
 
+def test_another_takes_the_place_before_the_policy_is_known(bench: Bench) -> None:
+    """A killed worker that has not joined is replaced under any policy; one that has, and no server, ends the run."""
+    source = """
+        if rank == 1 and place.incarnation == 0:
+            kill()
+        report("joined")
+        if rank == 1:
+            kill()
+        sleep()
+        """
+    ended = run(bench, source, server=ServerOptions(respawn=True))
+    told, fault = ended.err.splitlines()
+    assert told == "paceline: worker 1 was killed by SIGKILL; another takes its place"
+    assert re.fullmatch(r"worker 1 was killed by SIGKILL \(after .*\); out of memory\?", fault)
+    assert ended.code == 137
+
+
 def test_workers_that_never_join_are_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_MOST_FRUITLESS", 3)
     ended = run(

@@ -32,8 +32,10 @@ def read_bind(text: str) -> str:
 
 
 def reachable(address: str, hostname: str) -> str:
-    """What workers of other hosts can write for the ``host:port`` or ``tcp://host:port`` that a server listens at."""
+    """What workers can write for the ``tcp://host:port`` that a server listens at."""
     host, port = _split("the server's address", address.removeprefix("tcp://"))
+    if host.startswith("[::ffff:"):  # an IPv4 address, as sockets for both kinds write it
+        host = host.removeprefix("[::ffff:").removesuffix("]")
     return f"{hostname if host in _ANY_INTERFACE else host}:{port}"
 
 

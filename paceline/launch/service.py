@@ -105,17 +105,21 @@ class Service:
         lives = self._crew.lives
         if not self.served and any(life.needs_server for life in lives):
             self._start_server()
-        if not self.served:
-            return
         for life in lives:
-            may_be_killed = life.rank != SERVER and life.failure is None
-            if may_be_killed and (life.rank, life.incarnation) not in self._seen_to and find_kill(life) is not None:
+            known = (life.rank, life.incarnation) in self._seen_to
+            if not known and self._may_be_killed(life) and find_kill(life) is not None:
                 self._seen_to.add((life.rank, life.incarnation))
                 self._see_to(life)
 
     def fault(self) -> Fault | None:
         """What has gone wrong, if anything has."""
         return find_fault(self._crew.lives, served=self.served) or self._overdue()
+
+    def _may_be_killed(self, life: Life) -> bool:
+        if life.rank == SERVER or life.failure is not None:
+            return False
+        # A script may name its policy late; until a worker joins, nobody depends on it under any policy.
+        return self.served or (self._options.respawn and life.sessions == 0)
 
     def _start_server(self) -> None:
         if not self._memory and not self._options.alone:
