@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import torch
 import zmq
-from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch import nn
+from torch.optim import SGD
 
 from paceline.guard import OnNaN
 from paceline.policies import parse_policy
 from paceline.policies.server import ServerPolicy
 from paceline.served import ServedSession
-from paceline.server.channel import Channel
 from paceline.server.client import Client
-from paceline.server.handshake import Opening
-from paceline.server.layout import ModelLayouts, memory_of
 from paceline.server.listening import Listener
 from paceline.server.live import Committed, Host, LiveServer
-from paceline.server.messages import Alive, Ask, Described, Finished, Go, Hello, Message, Push, Welcome
-from paceline.server.wire import decode, encode
+from paceline.server.messages import Message
 from paceline.server.work_queue import WorkQueue
 from paceline.trainee import Trainee
 
@@ -50,7 +45,7 @@ class Weights(nn.Module):
     @property
     def value(self) -> float:
         """The first weight."""
-        return float(self.weights[0].flatten()[0])
+        return float(self.weights[0].detach().flatten()[0])
 
 
 def weights_trainee(*shapes: int, **options: Any) -> Trainee:
@@ -117,6 +112,7 @@ class Cluster:
             host=self.host,
         )
         self.context = zmq.Context()
+        self.sockets: list[zmq.Socket[bytes]] = []  # are closed with the context
         self.failure: BaseException | None = None
         self.ended_well: bool | None = None
         self._stop = threading.Event()
@@ -136,6 +132,7 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
+        self._rouse()
         self._thread.join(DEADLINE)
         assert not self._thread.is_alive(), "the server hangs"
         self.context.destroy(linger=0)
@@ -143,6 +140,13 @@ class Cluster:
         os.close(self._memory)
         if self.failure is not None:
             raise self.failure
+
+    def _rouse(self) -> None:
+        """Have the server look at once whether it is to stop."""
+        socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        self.sockets.append(socket)
+        socket.connect(self.address)
+        socket.send(b"wake up")
 
     def wait_for_end(self) -> None:
         """Wait until the server ends by itself."""
@@ -215,115 +219,3 @@ class Cluster:
             raise failures[0]
         assert len(results) == len(works), f"workers {sorted(set(range(len(works))) - set(results))} hang"
         return [results[place] for place in range(len(works))]
-
-    def hands(self, count: int, **options: Any) -> list[Hand]:
-        """Several workers led by hand, of the ranks from 0 on; all have joined."""
-        return [Hand(self, rank, **options) for rank in range(count)]
-
-
-class Hand:
-    """A worker that does one thing when it is told to, also what no worker should."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        rank: int = -1,
-        *,
-        token: bytes = TOKEN,
-        model: nn.Module | None = None,
-        process: int | None = None,
-        address: str | None = None,
-        hello: bool = True,
-    ) -> None:
-        self._cluster = cluster
-        self.model = model or Weights()
-        self.layouts = ModelLayouts(self.model)
-        self.socket: zmq.Socket[bytes] = cluster.context.socket(zmq.DEALER)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.connect(address or cluster.address)
-        opening = Opening(token, "none")
-        self.socket.send(opening.hello())
-        self.channel: Channel = opening.finish(self._frames()[0].bytes)
-        self.parameters = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)
-        self.step = self.version = 0
-        if hello:
-            self.welcome = self.join(rank, process)
-
-    def hello(self, rank: int = -1, process: int | None = None) -> Hello:
-        model = tuple(Described(*entry) for entry in ModelLayouts.describe(self.model))
-        return Hello(rank, 0, process or os.getpid(), "here", False, model)
-
-    def join(self, rank: int = -1, process: int | None = None) -> Welcome:
-        self.say(self.hello(rank, process))
-        return self.hear(Welcome)
-
-    def say(self, message: Message, tensors: bytes | None = None) -> None:
-        self.channel.send(self.socket, encode(message), None if tensors is None else memoryview(tensors))
-
-    def hear(self, kind: type[M]) -> M:
-        """The next message, which must be of this kind."""
-        while True:
-            received = self.channel.receive(self._frames(), memory_of(self.parameters))
-            message = decode(received[0]) if received is not None else None
-            if message is not None and not isinstance(message, Alive):
-                assert isinstance(message, kind), f"wanted {kind.__name__}, heard {message}"
-                return message
-
-    def hears_nothing(self) -> bool:
-        """Whether nothing has come after the server has had time for it."""
-        return not self.socket.poll(30)
-
-    def ask(self, epochs: int = -1) -> Go:
-        self.say(Ask(epochs))
-        return self.go()
-
-    def go(self) -> Go:
-        """The step that comes next."""
-        go = self.hear(Go)
-        self.step, self.version = go.step, go.version
-        return go
-
-    def finish(self) -> Finished:
-        return self.hear(Finished)
-
-    def push(self, *gradients: float | None, examples: int = 1, loss: float = NO_LOSS, **changes: Any) -> None:
-        """Push gradients that have these numbers everywhere; None: there is no gradient."""
-        message = Push(self.step, self.version, examples, loss, 0.0, self._bits(gradients))
-        self.say(message._replace(**changes), self.gradients(*gradients))
-
-    def gradients(self, *values: float | None) -> bytes:
-        memory = torch.zeros(self.layouts.up.nbytes, dtype=torch.uint8)
-        for view, value in zip(self.layouts.up.views(memory), values, strict=False):
-            view.fill_(value or 0.0)
-        return memory.numpy().tobytes()
-
-    def _bits(self, gradients: Sequence[float | None]) -> bytes:
-        bits = sum(1 << place for place, value in enumerate(gradients) if value is not None)
-        return bits.to_bytes(-(-len(self.layouts.trained) // 8), "little")
-
-    @property
-    def value(self) -> float:
-        """The first weight, as it came last."""
-        view: Tensor = self.layouts.down.views(self.parameters)[0]
-        return float(view.flatten()[0])
-
-    def _frames(self) -> list[zmq.Frame]:
-        end = time.monotonic() + DEADLINE
-        while not self.socket.poll(100):
-            self._cluster.check()
-            assert time.monotonic() < end, "the server says nothing"
-        return self.socket.recv_multipart(copy=False)
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-@contextlib.contextmanager
-def cluster_of_hands(policy: str, hands: int, **options: Any) -> Iterator[tuple[Cluster, list[Hand]]]:
-    """A server with so many workers led by hand, who all have joined and asked for nothing yet."""
-    with Cluster(policy, workers=hands, **options) as cluster:
-        yield cluster, cluster.hands(hands)
-
-
-def sgd(model: nn.Module, **options: Any) -> list[Optimizer]:
-    return [SGD(model.parameters(), lr=0.1, **options)]
