@@ -28,7 +28,7 @@ from paceline.seeding import derive_seed, seed_streams
 from paceline.server.client import Client
 from paceline.server.interrupt import Interrupts, StepCancelled
 from paceline.server.listening import sealing_to
-from paceline.server.messages import Batch, Finished, Go
+from paceline.server.messages import Finished, Go
 from paceline.session import Session, Step
 from paceline.timing import StepClock, Timing
 from paceline.trainee import Trainee
@@ -142,10 +142,10 @@ class ServedSession(Session):
         """The batch for the next block, or None if there are no more."""
         if self._accumulating and self._go is not None:
             more = self._client.more()
-            if isinstance(more, Batch) and more.batch >= 0:
+            if more is not None and more.batch >= 0:
                 return more.epoch, more.batch
             self._give_up()  # cancelled; or without the rest of its batches the update cannot be made as it was meant
-            if isinstance(more, Batch):
+            if more is not None:
                 self._client.ask(self._epochs)
         elif self._go is not None:  # no step was made of it
             self._client.skip()

@@ -42,7 +42,7 @@ class Client:
     """One worker's connection to the server at ``address``; ``memory`` is the file that processes of its host share.
 
     Steps come as ``wire.Go``: ``next_step`` waits for one. ``cancelled`` tells, without waiting, that a later one has
-    come while a step is under way.
+    come while a step is under way, or word that there is none.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Client:
         self._memory_file = memory
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
-        self._later: wire.Go | None = None  # has come while a step was under way
+        self._later: wire.Go | wire.Finished | None = None  # has come while a step was under way
         self._step = -1
         self._lost_at: float | None = None
         self._closed = False
@@ -187,11 +187,11 @@ class Client:
             self.version = self._memory.version
 
     def cancelled(self) -> bool:
-        """Whether the step under way has been overtaken by a later one."""
+        """Whether the step under way has been overtaken: by a later one, or by the end of the data."""
         assert self._socket is not None
         while self._later is None and cast(int, self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             message = self._receive()
-            if isinstance(message, wire.Go):
+            if isinstance(message, wire.Go | wire.Finished):
                 self._later = message
         return self._later is not None
 
@@ -220,16 +220,15 @@ class Client:
         """Give the step up and count its batch as used; another step comes."""
         self._send(wire.Skip(self._step))
 
-    def more(self) -> wire.Batch | wire.Go:
-        """Get one more batch for the same step, -1 if there is none; a ``Go`` if the step was cancelled meanwhile."""
+    def more(self) -> wire.Batch | None:
+        """Get one more batch for the same step, -1 if there is none; None if the step was cancelled meanwhile."""
         if self.cancelled():
-            assert self._later is not None
-            return self._later
+            return None
         self._send(wire.More(self._step))
-        answer = cast(wire.Batch | wire.Go, self._wait_for(wire.Batch, wire.Go))
-        if isinstance(answer, wire.Go):
+        answer: wire.Message = self._wait_for(wire.Batch, wire.Go, wire.Finished)
+        if isinstance(answer, wire.Go | wire.Finished):
             self._later = answer
-        return answer
+        return answer if isinstance(answer, wire.Batch) else None
 
     # Other wishes --------------------------------------------------------------------------------------------
 
@@ -263,7 +262,7 @@ class Client:
             message = self._receive(wait=True)
             if isinstance(message, kinds):
                 return cast(M, message)
-            if isinstance(message, wire.Go):
+            if isinstance(message, wire.Go | wire.Finished):
                 self._later = message
 
     def _receive(self, *, wait: bool = False) -> wire.Message | None:

@@ -1,0 +1,137 @@
+"""A worker that does one thing when it is told to: for what the server answers, message by message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import zmq
+from live import DEADLINE, TOKEN, Cluster, Weights
+from torch import Tensor, nn
+
+from paceline.server.channel import Channel
+from paceline.server.handshake import Opening
+from paceline.server.layout import ModelLayouts, memory_of
+from paceline.server.messages import Alive, Ask, Data, Described, Finished, Go, Hello, Message, Push, Welcome
+from paceline.server.wire import decode, encode
+
+M = TypeVar("M", bound=Message)
+
+NO_LOSS = float("nan")
+DATA = Data(num_samples=6, batch_size=1, last="short", shuffle=False)  # batches 0 to 5
+
+
+class Hand:
+    """A worker that does one thing when it is told to, also what no worker should."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        rank: int = -1,
+        *,
+        token: bytes = TOKEN,
+        model: nn.Module | None = None,
+        process: int | None = None,
+        address: str | None = None,
+        hello: bool = True,
+    ) -> None:
+        self._cluster = cluster
+        self.model = model or Weights()
+        self.layouts = ModelLayouts(self.model)
+        self.socket: zmq.Socket[bytes] = cluster.context.socket(zmq.DEALER)
+        cluster.sockets.append(self.socket)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.connect(address or cluster.address)
+        opening = Opening(token, "none")
+        self.socket.send(opening.hello())
+        self.channel: Channel = opening.finish(self._frames()[0].bytes)
+        self.parameters = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)
+        self.step = self.version = 0
+        if hello:
+            self.welcome = self.join(rank, process)
+
+    def hello(self, rank: int = -1, process: int | None = None) -> Hello:
+        model = tuple(Described(*entry) for entry in ModelLayouts.describe(self.model))
+        return Hello(rank, 0, process or os.getpid(), "here", False, model)
+
+    def join(self, rank: int = -1, process: int | None = None) -> Welcome:
+        self.say(self.hello(rank, process))
+        return self.hear(Welcome)
+
+    def say(self, message: Message, tensors: bytes | None = None) -> None:
+        self.channel.send(self.socket, encode(message), None if tensors is None else memoryview(tensors))
+
+    def hear(self, kind: type[M]) -> M:
+        """The next message, which must be of this kind."""
+        while True:
+            received = self.channel.receive(self._frames(), memory_of(self.parameters))
+            message = decode(received[0]) if received is not None else None
+            if message is not None and not isinstance(message, Alive):
+                assert isinstance(message, kind), f"wanted {kind.__name__}, heard {message}"
+                return message
+
+    def hears_nothing(self) -> bool:
+        """Whether nothing has come after the server has had time for it."""
+        return not self.socket.poll(30)
+
+    def ask(self, epochs: int = -1) -> Go:
+        self.say(Ask(epochs))
+        return self.go()
+
+    def go(self) -> Go:
+        """The step that comes next."""
+        go = self.hear(Go)
+        self.step, self.version = go.step, go.version
+        return go
+
+    def finish(self) -> Finished:
+        return self.hear(Finished)
+
+    def push(self, *gradients: float | None, examples: int = 1, loss: float = NO_LOSS, **changes: Any) -> None:
+        """Push gradients that have these numbers everywhere; None: there is no gradient."""
+        message = Push(self.step, self.version, examples, loss, 0.0, self._bits(gradients))
+        self.say(message._replace(**changes), self.gradients(*gradients))
+
+    def gradients(self, *values: float | None) -> bytes:
+        memory = torch.zeros(self.layouts.up.nbytes, dtype=torch.uint8)
+        for view, value in zip(self.layouts.up.views(memory), values, strict=False):
+            view.fill_(value or 0.0)
+        return memory.numpy().tobytes()
+
+    def _bits(self, gradients: Sequence[float | None]) -> bytes:
+        bits = sum(1 << place for place, value in enumerate(gradients) if value is not None)
+        return bits.to_bytes(-(-len(self.layouts.trained) // 8), "little")
+
+    @property
+    def value(self) -> float:
+        """The first weight, as it came last."""
+        view: Tensor = self.layouts.down.views(self.parameters)[0]
+        return float(view.flatten()[0])
+
+    def _frames(self) -> list[zmq.Frame]:
+        end = time.monotonic() + DEADLINE
+        while not self.socket.poll(100):
+            self._cluster.check()
+            assert time.monotonic() < end, "the server says nothing"
+        return self.socket.recv_multipart(copy=False)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+@contextlib.contextmanager
+def cluster_of_hands(policy: str, hands: int, **options: Any) -> Iterator[tuple[Cluster, list[Hand]]]:
+    """A server with so many workers led by hand, who all have joined and asked for nothing yet."""
+    with Cluster(policy, workers=hands, **options) as cluster:
+        yield cluster, [Hand(cluster, rank) for rank in range(hands)]
+
+
+def batches(*hands: Hand, epochs: int = 1) -> list[int]:
+    """All ask for batches, in turn."""
+    for hand in hands:
+        hand.say(DATA)
+    return [hand.ask(epochs).batch for hand in hands]

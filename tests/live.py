@@ -1,0 +1,221 @@
+"""A live server in a thread, and workers in threads beside it, or led by hand: all in one process, in milliseconds."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import torch
+import zmq
+from torch import nn
+from torch.optim import SGD
+
+from paceline.guard import OnNaN
+from paceline.policies import parse_policy
+from paceline.policies.server import ServerPolicy
+from paceline.served import ServedSession
+from paceline.server.client import Client
+from paceline.server.listening import Listener
+from paceline.server.live import Committed, Host, LiveServer
+from paceline.server.messages import Message
+from paceline.server.work_queue import WorkQueue
+from paceline.trainee import Trainee
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+TOKEN = bytes(range(32))
+DEADLINE = 20.0  # seconds: who takes longer hangs
+NO_LOSS = float("nan")
+
+
+class Weights(nn.Module):
+    """The least model; a hand makes up its gradients."""
+
+    def __init__(self, *shapes: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes or (3,))
+
+    @property
+    def value(self) -> float:
+        """The first weight."""
+        return float(self.weights[0].detach().flatten()[0])
+
+
+def weights_trainee(*shapes: int, **options: Any) -> Trainee:
+    """Weights that a step moves by minus their gradient."""
+    model = Weights(*shapes)
+    return Trainee(model=model, optimizers=[SGD(model.parameters(), lr=1.0)], **options)
+
+
+class Recorder:
+    """Stands for the server's session: remembers what the server tells it."""
+
+    def __init__(self) -> None:
+        self.commits: list[Committed] = []
+        self.notes: list[tuple[str, dict[str, Any]]] = []
+        self.saves: list[Path | None] = []
+
+    def rate(self) -> float:
+        return 1.0
+
+    def committed(self, commit: Committed) -> None:
+        self.commits.append(commit)
+
+    def save(self, path: Path | None) -> Path | None:
+        self.saves.append(path)
+        return path or Path("somewhere")
+
+    def note(self, event: str, values: dict[str, Any]) -> None:
+        self.notes.append((event, values))
+
+
+class Cluster:
+    """A server in a thread of its own while the block lasts; what it fails of, the block fails of."""
+
+    def __init__(
+        self,
+        policy: str,
+        trainee: Trainee | None = None,
+        *,
+        workers: int = 2,
+        host: Host | None = None,
+        queue: WorkQueue | None = None,
+        version: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.trainee = trainee or weights_trainee()
+        self.policy = cast(ServerPolicy, parse_policy(policy))
+        self.host: Any = host or Recorder()
+        self.queue = queue or WorkQueue()
+        self.workers = workers
+        self.listener = Listener(TOKEN)
+        self.address = self.listener.bind(f"ipc://@paceline-test-{secrets.token_hex(8)}", remote=False)
+        self.tcp_address = self.listener.bind("tcp://127.0.0.1:0", remote=True)
+        self._memory = os.memfd_create("test")
+        self.server = LiveServer(
+            self.trainee,
+            self.policy,
+            workers=workers,
+            waits_for_all=True,
+            memory=self._memory,
+            queue=self.queue,
+            version=version,
+            seed=seed,
+            listener=self.listener,
+            host=self.host,
+        )
+        self.context = zmq.Context()
+        self.sockets: list[zmq.Socket[bytes]] = []  # are closed with the context
+        self.failure: BaseException | None = None
+        self.ended_well: bool | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def _serve(self) -> None:
+        try:
+            self.ended_well = self.server.serve(self._stop.is_set)
+        except BaseException as error:
+            self.failure = error
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._rouse()
+        self._thread.join(DEADLINE)
+        assert not self._thread.is_alive(), "the server hangs"
+        self.context.destroy(linger=0)
+        self.listener.close()
+        os.close(self._memory)
+        if self.failure is not None:
+            raise self.failure
+
+    def _rouse(self) -> None:
+        """Have the server look at once whether it is to stop."""
+        socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        self.sockets.append(socket)
+        socket.connect(self.address)
+        socket.send(b"wake up")
+
+    def wait_for_end(self) -> None:
+        """Wait until the server ends by itself."""
+        self._thread.join(DEADLINE)
+        assert self.ended_well or self.failure, "the server does not end"
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something is so that another thread brings about."""
+        end = time.monotonic() + DEADLINE
+        while not condition():
+            self.check()
+            assert time.monotonic() < end, "waited for in vain"
+            time.sleep(0.001)
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise AssertionError("the server has failed") from self.failure
+
+    @property
+    def value(self) -> float:
+        """The first weight of ``Weights``."""
+        return cast(Weights, self.trainee.model).value
+
+    def client(self, model: nn.Module, rank: int = -1, *, address: str | None = None) -> Client:
+        return Client(
+            model,
+            address=address or self.address,
+            token=TOKEN,
+            sealing="none",
+            rank=rank,
+            incarnation=0,
+            memory=None,
+        )
+
+    def session(self, trainee: Trainee, rank: int = -1, *, on_nan: OnNaN = "stop", **options: Any) -> ServedSession:
+        """Join as a worker, in this thread."""
+        client = self.client(trainee.model, rank, **options)
+        return ServedSession(
+            trainee, model=trainee.model, policy=self.policy, client=client, pauses=None, on_nan=on_nan
+        )
+
+    def run(self, trainees: Sequence[Trainee], work: Callable[[ServedSession, Trainee], T], **options: Any) -> list[T]:
+        """Let every trainee be trained by a worker in a thread of its own, and give what each has returned."""
+
+        def worker(rank: int) -> T:
+            with self.session(trainees[rank], rank, **options) as session:
+                return work(session, trainees[rank])
+
+        return self.together([lambda rank=rank: worker(rank) for rank in range(len(trainees))])  # type: ignore[misc]
+
+    def together(self, works: Sequence[Callable[[], T]]) -> list[T]:
+        """Do several things at once; the first failure is raised, and so is that one does not end."""
+        results: dict[int, T] = {}
+        failures: list[BaseException] = []
+
+        def do(place: int) -> None:
+            try:
+                results[place] = works[place]()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=do, args=(place,), daemon=True) for place in range(len(works))]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + DEADLINE
+        while any(thread.is_alive() for thread in threads) and not failures and time.monotonic() < end:
+            self.check()
+            time.sleep(0.001)
+        if failures:
+            raise failures[0]
+        assert len(results) == len(works), f"workers {sorted(set(range(len(works))) - set(results))} hang"
+        return [results[place] for place in range(len(works))]
