@@ -126,8 +126,8 @@ class HostingSession(Session):
 
 def _listen(listener: Listener, place: ServerPlace) -> None:
     if place.memory_fd is not None:
-        listener.bind(place.address, remote=False)
-    address = listener.bind(f"tcp://{place.bind}", remote=True) if place.bind is not None else None
+        listener.bind(place.address)
+    address = listener.bind(f"tcp://{place.bind}") if place.bind is not None else None
     report("serving", address=address)
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-import zmq
 from live import DEADLINE, TOKEN, Cluster, Weights
 from torch import Tensor, nn
 
 from paceline.server.channel import Channel
 from paceline.server.handshake import Opening
 from paceline.server.layout import ModelLayouts, memory_of
+from paceline.server.lines import bytes_of, connect
 from paceline.server.messages import Alive, Ask, Data, Described, Finished, Go, Hello, Message, Push, Welcome
 from paceline.server.wire import decode, encode
 
@@ -42,13 +42,11 @@ class Hand:
         self._cluster = cluster
         self.model = model or Weights()
         self.layouts = ModelLayouts(self.model)
-        self.socket: zmq.Socket[bytes] = cluster.context.socket(zmq.DEALER)
-        cluster.sockets.append(self.socket)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.connect(address or cluster.address)
+        self.line = connect(address or cluster.address)
+        cluster.lines.append(self.line)
         opening = Opening(token, "none")
-        self.socket.send(opening.hello())
-        self.channel: Channel = opening.finish(self._frames()[0].bytes)
+        self.line.send_multipart([opening.hello()])
+        self.channel: Channel = opening.finish(bytes_of(self._frames()[0]))
         self.parameters = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)
         self.step = self.version = 0
         if hello:
@@ -63,7 +61,7 @@ class Hand:
         return self.hear(Welcome)
 
     def say(self, message: Message, tensors: bytes | None = None) -> None:
-        self.channel.send(self.socket, encode(message), None if tensors is None else memoryview(tensors))
+        self.channel.send(self.line, encode(message), None if tensors is None else memoryview(tensors))
 
     def hear(self, kind: type[M]) -> M:
         """The next message, which must be of this kind."""
@@ -76,7 +74,8 @@ class Hand:
 
     def hears_nothing(self) -> bool:
         """Whether nothing has come after the server has had time for it."""
-        return not self.socket.poll(30)
+        self.line.wait(0.03)
+        return self.line.receive() is None
 
     def ask(self, epochs: int = -1) -> Go:
         self.say(Ask(epochs))
@@ -112,15 +111,16 @@ class Hand:
         view: Tensor = self.layouts.down.views(self.parameters)[0]
         return float(view.flatten()[0])
 
-    def _frames(self) -> list[zmq.Frame]:
+    def _frames(self) -> Sequence[Any]:
         end = time.monotonic() + DEADLINE
-        while not self.socket.poll(100):
+        while (frames := self.line.receive()) is None:
+            self.line.wait(0.1)
             self._cluster.check()
             assert time.monotonic() < end, "the server says nothing"
-        return self.socket.recv_multipart(copy=False)
+        return frames
 
     def close(self) -> None:
-        self.socket.close()
+        self.line.close()
 
 
 @contextlib.contextmanager

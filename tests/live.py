@@ -21,6 +21,7 @@ from paceline.policies import parse_policy
 from paceline.policies.server import ServerPolicy
 from paceline.served import ServedSession
 from paceline.server.client import Client
+from paceline.server.lines import Line
 from paceline.server.listening import Listener
 from paceline.server.live import Committed, Host, LiveServer
 from paceline.server.messages import Message
@@ -96,8 +97,8 @@ class Cluster:
         self.queue = queue or WorkQueue()
         self.workers = workers
         self.listener = Listener(TOKEN)
-        self.address = self.listener.bind(f"ipc://@paceline-test-{secrets.token_hex(8)}", remote=False)
-        self.tcp_address = self.listener.bind("tcp://127.0.0.1:0", remote=True)
+        self.address = self.listener.bind(f"ipc://@paceline-test-{secrets.token_hex(8)}")
+        self.tcp_address = self.listener.bind("tcp://127.0.0.1:0")
         self._memory = os.memfd_create("test")
         self.server = LiveServer(
             self.trainee,
@@ -112,6 +113,7 @@ class Cluster:
             host=self.host,
         )
         self.context = zmq.Context()
+        self.lines: list[Line] = []  # are closed in the end
         self.sockets: list[zmq.Socket[bytes]] = []  # are closed with the context
         self.failure: BaseException | None = None
         self.ended_well: bool | None = None
@@ -136,6 +138,8 @@ class Cluster:
         self._thread.join(DEADLINE)
         assert not self._thread.is_alive(), "the server hangs"
         self.context.destroy(linger=0)
+        for line in self.lines:
+            line.close()
         self.listener.close()
         os.close(self._memory)
         if self.failure is not None:
@@ -145,7 +149,7 @@ class Cluster:
         """Have the server look at once whether it is to stop."""
         socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
         self.sockets.append(socket)
-        socket.connect(self.address)
+        socket.connect(self.tcp_address)
         socket.send(b"wake up")
 
     def wait_for_end(self) -> None:

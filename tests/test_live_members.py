@@ -52,6 +52,7 @@ def test_a_push_left_behind_by_the_dead_counts(process: subprocess.Popen[bytes])
         assert second.hears_nothing()
         process.kill()
         process.wait()
+        cluster.until(lambda: 1 not in cluster.server._members)
         first.push(2.0)
         assert (first.go().batch, first.value) == (2, -3.0)
 

@@ -126,9 +126,9 @@ def _serve(size: int) -> list[Row]:
         listener = Listener(token)
         port = 0
         if sealing is None:
-            listener.bind(f"ipc://@paceline-bench-{os.getpid()}-{memory}", remote=False)
+            listener.bind(f"ipc://@paceline-bench-{os.getpid()}-{memory}")
         else:
-            port = int(listener.bind("tcp://127.0.0.1:0", remote=True, sealing=sealing).rpartition(":")[2])
+            port = int(listener.bind("tcp://127.0.0.1:0", sealing=sealing).rpartition(":")[2])
         threads.append(threading.Thread(target=_be_server, args=(size, listener, memory)))
         threads[-1].start()
         _shared_numbers([os.getpid(), memory, port, *token])

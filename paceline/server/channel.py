@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import zmq
 from cryptography.exceptions import InvalidTag
@@ -42,6 +42,12 @@ class _Partial(NamedTuple):
     come: int
 
 
+class Sender(Protocol):
+    """A socket of ZeroMQ, or what sends messages as one does."""
+
+    def send_multipart(self, parts: Sequence[Any], /, *, copy: bool = ...) -> object: ...
+
+
 class Channel:
     """One end of an authenticated connection; made by ``paceline.server.handshake``."""
 
@@ -55,7 +61,7 @@ class Channel:
 
     def send(
         self,
-        socket: zmq.Socket[bytes],
+        socket: Sender,
         head: bytes,
         tensors: memoryview | None = None,
         *,
@@ -75,9 +81,7 @@ class Channel:
         for start in range(CHUNK, len(tensors), CHUNK):
             self._send(socket, route, b"", start, tensors[start : start + CHUNK])
 
-    def _send(
-        self, socket: zmq.Socket[bytes], route: bytes | None, head: bytes, place: int, chunk: memoryview | None
-    ) -> None:
+    def _send(self, socket: Sender, route: bytes | None, head: bytes, place: int, chunk: memoryview | None) -> None:
         number = self._sent
         self._sent = number + 1  # also if sending fails: a nonce is used once
         preamble = _PREAMBLE.pack(number, place)

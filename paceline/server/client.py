@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket as sockets
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
-import zmq
 from torch import nn
-from zmq.utils.monitor import recv_monitor_message
 
-from paceline.errors import CommError, UsageError
+from paceline.errors import CommError
 from paceline.server import messages as wire
-from paceline.server.channel import MAX_FRAME, Channel, Sealing
+from paceline.server.channel import Channel, Sealing
 from paceline.server.gathering import fill_push, read_parameters
 from paceline.server.handshake import Opening
 from paceline.server.interrupt import StepCancelled
 from paceline.server.layout import ModelLayouts, memory_of
+from paceline.server.lines import Line, bytes_of, connect
 from paceline.server.memory import SharedMemory
 from paceline.server.wire import decode, encode
 
@@ -29,7 +30,7 @@ logger = logging.getLogger("paceline")
 
 _TIME_TO_ANSWER = 60.0  # seconds for a server to come up and answer the first message
 _TIME_TO_RETURN = 10.0  # for a server whose connection is lost
-_TICK = 500  # milliseconds between two looks at whether the connection still stands
+_TICK = 0.5  # seconds between two looks at whether the connection still stands
 
 M = TypeVar("M", bound=wire.Message)
 
@@ -59,11 +60,10 @@ class Client:
         self._model, self._layouts = model, ModelLayouts(model)
         self._address, self._token, self._sealing = address, token, sealing
         self._memory_file = memory
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
+        self._line: Line | None = None
         self._later: wire.Go | wire.Finished | None = None  # has come while a step was under way
         self._step = -1
-        self._lost_at: float | None = None
+        self._must_ask = False  # has joined again, and been told of no step since
         self._closed = False
         self.rank, self.incarnation = rank, incarnation
         try:
@@ -76,38 +76,12 @@ class Client:
 
     def _connect(self) -> None:
         """Meet the server, for the first time or after it has taken us for gone."""
-        self._disconnect()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, 500)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
-        self._socket.set(zmq.RECONNECT_IVL, 20)
-        self._socket.set(zmq.RECONNECT_IVL_MAX, 500)
-        if self._address.startswith("tcp"):
-            self._socket.set(zmq.HEARTBEAT_IVL, 300)
-            self._socket.set(zmq.HEARTBEAT_TIMEOUT, 2000)
-            self._socket.set(zmq.IPV6, "[" in self._address)
-        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._lost_at = None
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._events, zmq.POLLIN)
-        try:
-            self._socket.connect(self._address)
-        except zmq.ZMQError as error:
-            raise UsageError(
-                f"cannot connect to {self._address!r}: {error}; wanted an address such as tcp://10.0.0.5:7777"
-            ) from error
+        if self._line is not None:
+            self._line.close()
+        self._line = connect(self._address)
         opening = Opening(self._token, self._sealing)
-        self._socket.send(opening.hello())
-        deadline = time.monotonic() + _TIME_TO_ANSWER
-        while not self._socket.poll(_TICK):
-            if time.monotonic() > deadline:
-                raise CommError(
-                    f"no answer from a server at {self._address} within {_TIME_TO_ANSWER:.0f} s; is it running, is the "
-                    "token the one that it was started with, and do both say --trusted-network or neither?"
-                )
-        self._channel: Channel = opening.finish(self._socket.recv())
+        self._line.send_multipart([opening.hello()])
+        self._channel: Channel = opening.finish(bytes_of(self._first_answer()[0]))
         self._into: memoryview | None = None
         local = self._memory_file is not None
         model = tuple(wire.Described(*entry) for entry in ModelLayouts.describe(self._model))
@@ -116,35 +90,41 @@ class Client:
         self.rank, self.incarnation, self.welcome = welcome.rank, welcome.incarnation, welcome
         self._make_room(welcome)
 
+    def _first_answer(self) -> Sequence[Any]:
+        assert self._line is not None
+        deadline = time.monotonic() + _TIME_TO_ANSWER
+        while (answer := self._line.receive()) is None:
+            if time.monotonic() > deadline or self._line.lost_for() == math.inf:
+                raise CommError(
+                    f"no answer from a server at {self._address} within {_TIME_TO_ANSWER:.0f} s; is it running, is the "
+                    "token the one that it was started with, and do both say --trusted-network or neither?"
+                )
+            self._line.wait(_TICK)
+        return answer
+
     def _make_room(self, welcome: wire.Welcome) -> None:
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         if self._memory_file is not None:
             self._memory = SharedMemory(self._memory_file, down=down, up=up, slots=welcome.slots)
-            self._gradients = self._memory.slot(self.rank)
-            return
-        self._parameters = torch.zeros(down, dtype=torch.uint8)
-        self._into = memory_of(self._parameters)
-        self._gradients = torch.zeros(up, dtype=torch.uint8)
+            self._gradients, self._parameters = self._memory.slot(self.rank), self._memory.down
+        else:
+            self._gradients, self._parameters = (torch.zeros(size, dtype=torch.uint8) for size in (up, down))
+            self._into = memory_of(self._parameters)
+        self._gradient_views = self._layouts.up.views(self._gradients)
+        self._parameter_views = self._layouts.down.views(self._parameters)
 
     def leave(self, *, failed: bool) -> None:
         """Tell the server that this worker has ended, and close."""
         if not self._closed:
-            with contextlib.suppress(zmq.ZMQError, CommError):
+            with contextlib.suppress(CommError):
                 self._send(wire.Leave(failed))
         self.close()
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._disconnect()
-            self._context.term()
-
-    def _disconnect(self) -> None:
-        if self._socket is not None:
-            self._socket.disable_monitor()
-            self._events.close()
-            self._socket.close()
-            self._socket = None
+            if self._line is not None:
+                self._line.close()
 
     # Steps ---------------------------------------------------------------------------------------------------
 
@@ -154,6 +134,7 @@ class Client:
 
     def ask(self, epochs: int) -> None:
         """Ask for a step: with a batch of an epoch below ``epochs``, or on data of one's own if that is negative."""
+        self._must_ask = False
         self._send(wire.Ask(epochs))
 
     def next_step(self, epochs: int) -> wire.Go | wire.Finished:
@@ -162,11 +143,13 @@ class Client:
         ``epochs`` is for asking again, should the server have taken this worker for dead.
         """
         while True:
+            if self._must_ask:
+                self.ask(epochs)
             try:
                 answer = self._later or cast(wire.Go | wire.Finished, self._wait_for(wire.Go, wire.Finished))
                 break
             except _JoinedAgain:
-                self.ask(epochs)
+                continue
         self._later = None
         if isinstance(answer, wire.Finished):
             self._read(answer.version)
@@ -179,39 +162,40 @@ class Client:
     def _read(self, version: int) -> None:
         """Take the parameters: as they are now where they are shared, else as they came."""
         if self._memory_file is None:
-            read_parameters(self._layouts, self._parameters)
+            read_parameters(self._layouts, self._parameter_views)
             self.version = version
             return
         with self._memory.reading():
-            read_parameters(self._layouts, self._memory.down)
+            read_parameters(self._layouts, self._parameter_views)
             self.version = self._memory.version
 
     def cancelled(self) -> bool:
         """Whether the step under way has been overtaken: by a later one, or by the end of the data."""
-        assert self._socket is not None
-        while self._later is None and cast(int, self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            message = self._receive()
-            if isinstance(message, wire.Go | wire.Finished):
-                self._later = message
-        return self._later is not None
+        try:
+            while self._later is None and (message := self._receive()) is not None:
+                if isinstance(message, wire.Go | wire.Finished):
+                    self._later = message
+        except _JoinedAgain:
+            pass
+        return self._later is not None or self._must_ask
 
     def pause(self, seconds: float) -> None:
         """Sleep; a cancelled step ends the sleep by ``StepCancelled``."""
-        assert self._socket is not None
+        assert self._line is not None
         deadline = time.monotonic() + seconds
         while not self.cancelled():
             left = deadline - time.monotonic()
             if left <= 0:
                 return
             if left > 0.002:
-                self._socket.poll(int(left * 1000))
+                self._line.wait(left - 0.001)  # which counts in whole milliseconds
             else:
-                time.sleep(left)  # polls count in whole milliseconds
+                time.sleep(left)
         raise StepCancelled
 
     def push(self, *, examples: int, loss: float | None, seconds: float) -> None:
         """Push the gradients that lie in the model, and its buffers."""
-        used = fill_push(self._layouts, self._layouts.up.views(self._gradients))
+        used = fill_push(self._layouts, self._gradient_views)
         no_loss = float("nan")
         message = wire.Push(self._step, self.version, examples, no_loss if loss is None else loss, seconds, used)
         self._send(message, None if self._memory_file is not None else memory_of(self._gradients))
@@ -247,8 +231,8 @@ class Client:
     # Messages ------------------------------------------------------------------------------------------------
 
     def _send(self, message: wire.Message, tensors: memoryview | None = None) -> None:
-        assert self._socket is not None, "the client is closed"
-        self._channel.send(self._socket, encode(message), tensors)
+        assert self._line is not None, "the client is closed"
+        self._channel.send(self._line, encode(message), tensors)
 
     def _request(self, message: wire.Message, answer: type[M]) -> M:
         while True:
@@ -267,14 +251,13 @@ class Client:
 
     def _receive(self, *, wait: bool = False) -> wire.Message | None:
         """The next message, or None if there is none yet (or only a part of one)."""
-        assert self._socket is not None
+        assert self._line is not None
         while True:
-            try:
-                parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
+            parts = self._line.receive()
+            if parts is None:
                 if not wait:
                     return None
-                self._watch_connection()
+                self._watch_connection(self._line)
                 continue
             received = self._channel.receive(parts, self._into)
             message = decode(received[0]) if received is not None else None
@@ -293,21 +276,17 @@ class Client:
     def _join_again(self) -> NoReturn:
         """The server has taken us for dead: come back as a new incarnation."""
         self.incarnation += 1
-        self._later, self._step = None, -1
+        self._later, self._step, self._must_ask = None, -1, True
         self._connect()
         raise _JoinedAgain
 
-    def _watch_connection(self) -> None:
+    def _watch_connection(self, line: Line) -> None:
         """Wait for something to happen; raise if the server has been away for too long."""
-        ready = dict(self._poller.poll(_TICK))
-        if self._events in ready:
-            event = recv_monitor_message(self._events)["event"]
-            if event == zmq.EVENT_DISCONNECTED:
-                self._lost_at = time.monotonic()
-            elif self._lost_at is not None:
-                self._join_again()
-        if self._lost_at is not None and time.monotonic() > self._lost_at + _TIME_TO_RETURN:
+        line.wait(_TICK)
+        lost = line.lost_for()
+        if lost < 0:
+            self._join_again()
+        if lost > _TIME_TO_RETURN:
             raise CommError(
-                f"worker {self.rank}: the server at {self._address} has been gone for {_TIME_TO_RETURN:.0f} s; "
-                "look at its own output for the reason"
+                f"worker {self.rank}: the server at {self._address} is gone; look at its own output for the reason"
             )

@@ -106,8 +106,8 @@ def publish(layouts: ModelLayouts, memory: Tensor) -> None:
             view.copy_(tensor.detach())
 
 
-def read_parameters(layouts: ModelLayouts, memory: Tensor) -> None:
+def read_parameters(layouts: ModelLayouts, views: list[Tensor]) -> None:
     """Copy the server's parameters and buffers into a worker's model."""
     with torch.no_grad():
-        for tensor, view in zip([*layouts.parameters, *layouts.buffers], layouts.down.views(memory), strict=True):
+        for tensor, view in zip([*layouts.parameters, *layouts.buffers], views, strict=True):
             tensor.copy_(view)

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import logging
 import os
+import socket
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias, cast
@@ -15,12 +17,14 @@ import zmq
 from paceline.errors import CommError, WireError
 from paceline.server.channel import MAX_FRAME, Channel, Sealing
 from paceline.server.handshake import HandshakeRefused, answer
+from paceline.server.lines import UnixLine, abstract_name, bytes_of
 from paceline.server.messages import Alive, Message
 from paceline.server.wire import decode, encode
 
 logger = logging.getLogger("paceline")
 
 _PROBE_EVERY = 0.5  # seconds between two looks at connections to other hosts
+_MOST_NAMELESS = 256  # connections of this host that have not proved the token yet
 _HEARTBEAT = 300  # milliseconds between ZeroMQ's own signs of life, and ...
 _HEARTBEAT_TIMEOUT = 1000  # ... without one for so long a connection is closed
 
@@ -42,11 +46,11 @@ def _sealing_for(host: str, trusted: bool) -> Sealing:
 class Peer:
     """One authenticated connection; ``tensors`` is where the tensors that it sends go."""
 
-    def __init__(self, socket: zmq.Socket[bytes], route: bytes, channel: Channel, *, remote: bool) -> None:
+    def __init__(self, socket: zmq.Socket[bytes] | UnixLine, route: bytes | None, channel: Channel) -> None:
         self._socket = socket
         self._route = route
         self._channel = channel
-        self.remote = remote
+        self.remote = route is not None
         self.tensors: memoryview | None = None
         self.connected = True
 
@@ -60,8 +64,10 @@ class Peer:
             if error.errno != errno.EHOSTUNREACH:
                 raise
             self.connected = False
+        if isinstance(self._socket, UnixLine) and self._socket.ended:
+            self.connected = False
 
-    def receive(self, parts: Sequence[zmq.Frame]) -> Message | None:
+    def receive(self, parts: Sequence[zmq.Frame | bytes]) -> Message | None:
         """The message that these frames complete, or None if more of its tensors are to come."""
         received = self._channel.receive(parts, self.tensors)
         return decode(received[0]) if received is not None else None
@@ -81,33 +87,48 @@ class Listener:
         self._token, self._trusted = token, trusted
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        self._sockets: dict[zmq.Socket[bytes], tuple[bool, Sealing | None]] = {}  # for other hosts?  always sealed so?
+        self._sockets: dict[zmq.Socket[bytes], Sealing | None] = {}  # for other hosts; always sealed so?
         self._peers: dict[tuple[zmq.Socket[bytes], bytes], Peer] = {}
+        self._doors: dict[int, socket.socket] = {}  # where processes of this host knock, by descriptor
+        self._lines: dict[int, tuple[UnixLine, Peer | None]] = {}  # to them; without a peer before the token is proved
         self._processes: dict[int, Peer] = {}  # descriptors of processes
         self._next_probe = 0.0
         self.strangers = 0  # frames of those who do not know the token
 
-    def bind(self, address: str, *, remote: bool, sealing: Sealing | None = None) -> str:
+    def bind(self, address: str, *, sealing: Sealing | None = None) -> str:
         """Listen at an address, and give it with the port that was found if it had none.
 
-        Without a ``sealing`` each peer gets that of the address it comes from.
+        ``ipc://@name`` is for processes of this host and user, ``tcp://...`` for all; there each peer gets the sealing
+        of the address it comes from, unless one is given for all.
         """
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        socket.set(zmq.LINGER, 1000)
-        socket.set(zmq.ROUTER_MANDATORY, 1)
-        socket.set(zmq.SNDHWM, 0)  # a peer has at most one unanswered message with tensors
-        socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
-        if remote:
-            socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT)
-            socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT)
-            socket.set(zmq.IPV6, "[" in address)
+        if address.startswith("ipc://"):
+            door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            door.bind(abstract_name(address))
+            door.listen(1024)
+            door.setblocking(False)
+            self._doors[door.fileno()] = door
+            self._poller.register(door.fileno(), zmq.POLLIN)
+            return address
+        listening = self._zmq_socket("[" in address)
         try:
-            socket.bind(address)
+            listening.bind(address)
         except zmq.ZMQError as error:
+            listening.close()
             raise CommError(f"the server cannot listen at {address}: {error}; choose another address") from error
-        self._sockets[socket] = remote, sealing
-        self._poller.register(socket, zmq.POLLIN)
-        return cast(bytes, socket.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+        self._sockets[listening] = sealing
+        self._poller.register(listening, zmq.POLLIN)
+        return cast(bytes, listening.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+
+    def _zmq_socket(self, version_6: bool) -> zmq.Socket[bytes]:
+        made: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        made.set(zmq.LINGER, 1000)
+        made.set(zmq.ROUTER_MANDATORY, 1)
+        made.set(zmq.SNDHWM, 0)  # a peer has at most one unanswered message with tensors
+        made.set(zmq.MAXMSGSIZE, MAX_FRAME)
+        made.set(zmq.HEARTBEAT_IVL, _HEARTBEAT)
+        made.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT)
+        made.set(zmq.IPV6, version_6)
+        return made
 
     def watch(self, peer: Peer, process: int) -> bool:
         """Tell when this process of ours ends; False if it has ended already."""
@@ -122,6 +143,8 @@ class Listener:
     def forget(self, peer: Peer) -> None:
         """Hear no more of a peer."""
         self._peers = {key: known for key, known in self._peers.items() if known is not peer}
+        for number in [number for number, (_, known) in self._lines.items() if known is peer]:
+            self._hang_up(number)
         for descriptor in [number for number, known in self._processes.items() if known is peer]:
             self._unwatch(descriptor)
 
@@ -130,6 +153,10 @@ class Listener:
         for source, _ in self._poller.poll(round(seconds * 1000)):
             if isinstance(source, zmq.Socket):
                 yield from self._receive(source)
+            elif source in self._lines:
+                yield from self._read_line(source)
+            elif source in self._doors:
+                self._open_door(self._doors[source])
             elif source in self._processes:
                 peer = self._processes[source]
                 self._unwatch(source)
@@ -140,19 +167,76 @@ class Listener:
         """Send what is still to be sent, and be gone."""
         for descriptor in list(self._processes):
             self._unwatch(descriptor)
-        for socket in self._sockets:
-            socket.close()
+        for descriptor in list(self._lines):
+            self._hang_up(descriptor)
+        for door in self._doors.values():
+            door.close()
+        for listening in self._sockets:
+            listening.close()
         self._context.term()
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> Iterator[tuple[Peer, Heard]]:
+    # This host ---------------------------------------------------------------------------------------------------
+
+    def _open_door(self, door: socket.socket) -> None:
+        try:
+            connection, _ = door.accept()
+        except OSError:  # gone again, or too many files open
+            return
+        if _user_of(connection) != os.getuid():
+            connection.close()
+            self._refuse_stranger("it belongs to another user")
+            return
+        nameless = [number for number, (_, peer) in self._lines.items() if peer is None]
+        if len(nameless) >= _MOST_NAMELESS:
+            self._hang_up(nameless[0])
+        line = UnixLine(connection)
+        self._lines[line.fileno()] = line, None
+        self._poller.register(line.fileno(), zmq.POLLIN)
+
+    def _read_line(self, number: int) -> Iterator[tuple[Peer, Heard]]:
+        line, peer = self._lines[number]
+        try:
+            while (parts := line.receive()) is not None:
+                if peer is None:
+                    channel, reply = self._greet(parts, "none")
+                    line.send_multipart([reply])
+                    peer = Peer(line, None, channel)
+                    self._lines[number] = line, peer
+                elif (message := peer.receive(parts)) is not None:
+                    yield peer, message
+                if number not in self._lines:  # what we gave has led to its end
+                    return
+        except HandshakeRefused as error:
+            line.send_multipart([error.reply])
+            self._refuse_stranger(error)
+            self._hang_up(number)
+        except WireError as error:
+            if peer is None:
+                self._refuse_stranger(error)
+                self._hang_up(number)
+            else:
+                yield peer, error
+        if line.ended and number in self._lines:
+            self._hang_up(number)
+            if peer is not None:
+                yield peer, Ended()
+
+    def _hang_up(self, number: int) -> None:
+        line, _ = self._lines.pop(number)
+        self._poller.unregister(number)
+        line.close()
+
+    # Other hosts -------------------------------------------------------------------------------------------------
+
+    def _receive(self, source: zmq.Socket[bytes]) -> Iterator[tuple[Peer, Heard]]:
         for _ in range(64):  # and not without end: there is more to listen to
             try:
-                route, *parts = socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                route, *parts = source.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            peer = self._peers.get((socket, route.bytes))
+            peer = self._peers.get((source, route.bytes))
             if peer is None:
-                self._meet(socket, route.bytes, parts)
+                self._meet(source, route.bytes, parts)
                 continue
             try:
                 message = peer.receive(parts)
@@ -162,33 +246,36 @@ class Listener:
             if message is not None:
                 yield peer, message
 
-    def _meet(self, socket: zmq.Socket[bytes], route: bytes, parts: Sequence[zmq.Frame]) -> None:
-        remote, fixed = self._sockets[socket]
+    def _meet(self, source: zmq.Socket[bytes], route: bytes, parts: Sequence[zmq.Frame]) -> None:
+        address = str(parts[0].get("Peer-Address")) if parts else ""
         try:
-            if len(parts) != 1:
-                raise WireError(f"wanted a handshake of 1 frame, found {len(parts)}")
-            sealing = fixed or (_sealing_for(str(parts[0].get("Peer-Address")), self._trusted) if remote else "none")
-            channel, reply = answer(parts[0].bytes, self._token, sealing)
+            channel, reply = self._greet(parts, self._sockets[source] or _sealing_for(address, self._trusted))
         except WireError as error:
-            self.strangers += 1
+            self._refuse_stranger(error)
             if isinstance(error, HandshakeRefused):
                 with contextlib.suppress(zmq.ZMQError):  # it may be gone
-                    socket.send_multipart([route, error.reply])
-            if self.strangers.bit_count() == 1:  # the first, second, fourth, ...: nobody fills a disk with this
-                logger.warning("refused a stranger (%d so far): %s", self.strangers, error)
+                    source.send_multipart([route, error.reply])
             return
-        try:
-            socket.send_multipart([route, reply])
-        except zmq.ZMQError:  # gone again
-            return
-        self._peers[socket, route] = Peer(socket, route, channel, remote=remote)
+        with contextlib.suppress(zmq.ZMQError):
+            source.send_multipart([route, reply])
+            self._peers[source, route] = Peer(source, route, channel)
+
+    def _greet(self, parts: Sequence[zmq.Frame | bytes], sealing: Sealing) -> tuple[Channel, bytes]:
+        if len(parts) != 1:
+            raise WireError(f"wanted a handshake of 1 frame, found {len(parts)}")
+        return answer(bytes_of(parts[0]), self._token, sealing)
+
+    def _refuse_stranger(self, reason: object) -> None:
+        self.strangers += 1
+        if self.strangers.bit_count() == 1:  # the first, second, fourth, ...: nobody fills a disk with this
+            logger.warning("refused a stranger (%d so far): %s", self.strangers, reason)
 
     def _probe(self) -> Iterator[tuple[Peer, Heard]]:
         now = time.monotonic()
         if now < self._next_probe:
             return
         self._next_probe = now + _PROBE_EVERY
-        for peer in [peer for peer in self._peers.values() if peer.remote]:
+        for peer in list(self._peers.values()):
             peer.send(Alive())
             if not peer.connected:
                 yield peer, Ended()
@@ -197,3 +284,9 @@ class Listener:
         del self._processes[descriptor]
         self._poller.unregister(descriptor)
         os.close(descriptor)
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return int(user)
