@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import cmath
+
 import torch
 from torch import Tensor
 
-from paceline.server.layout import ModelLayouts
+from paceline.server.layout import Laid, ModelLayouts
 
 
 class MeanOfPushes:
@@ -13,16 +15,16 @@ class MeanOfPushes:
 
     def __init__(self, layouts: ModelLayouts) -> None:
         self._layouts = layouts
-        self._sum: Tensor | None = None  # made when a commit first has more than one push
+        self._sum: Laid | None = None  # made when a commit first has more than one push
         self._examples = 0
         self._used = 0  # bits of the parameters that any push has a gradient for
         self._count = 0
 
-    def add(self, memory: Tensor, examples: int, used: bytes) -> None:
+    def add(self, push: Laid, examples: int, used: bytes) -> None:
         """Add a push; its memory may change afterwards."""
         if self._sum is None:
-            self._sum = torch.zeros_like(memory)
-        for total, part in zip(self._layouts.up.flat(self._sum), self._layouts.up.flat(memory), strict=True):
+            self._sum = Laid(self._layouts.up, torch.zeros_like(push.memory))
+        for total, part in zip(self._sum.flat, push.flat, strict=True):
             if not (total.is_floating_point() or total.is_complex()):
                 total.copy_(part)  # a count of batches seen: the last one's
             elif self._count == 0:
@@ -33,34 +35,33 @@ class MeanOfPushes:
         self._used |= int.from_bytes(used, "little")
         self._count += 1
 
-    def put(self, only: tuple[Tensor, bytes] | None = None) -> None:
+    def put(self, only: tuple[Laid, bytes] | None = None) -> None:
         """Put the mean where the optimizer looks for it; ``only`` is a push that makes up the commit alone."""
         if only is not None:
-            memory, used = only[0], int.from_bytes(only[1], "little")
+            push, used = only[0], int.from_bytes(only[1], "little")
         else:
             assert self._sum is not None, "a commit of pushes that were never added"
-            memory, used = self._sum, self._used
-            for total in self._layouts.up.flat(memory):
+            push, used = self._sum, self._used
+            for total in push.flat:
                 if total.is_floating_point() or total.is_complex():
                     total.div_(max(1, self._examples))
-        views = self._layouts.up.views(memory)
         trained = self._layouts.trained
-        for place, (parameter, gradient) in enumerate(zip(trained, views, strict=False)):
+        for place, (parameter, gradient) in enumerate(zip(trained, push.views, strict=False)):
             parameter.grad = gradient.to(parameter.device) if used >> place & 1 else None
-        for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=True):
+        for buffer, pushed in zip(self._layouts.buffers, push.views[len(trained) :], strict=True):
             buffer.copy_(pushed)
         self._examples = self._used = self._count = 0
 
 
-def not_finite(layouts: ModelLayouts, memory: Tensor) -> str | None:
+def not_finite(layouts: ModelLayouts, push: Laid) -> str | None:
     """Name the first trained parameter whose gradient holds a NaN or an infinity, or say that a buffer does.
 
     A sum tells in one quick pass; only if it is not finite are the numbers looked at one by one.
     """
-    if all(_finite_sum(part) for part in layouts.up.flat(memory)):
+    if all(_finite_sum(part) for part in push.flat):
         return None
     names = [*layouts.trained_names, *("a buffer" for _ in layouts.buffers)]
-    for name, view in zip(names, layouts.up.views(memory), strict=True):
+    for name, view in zip(names, push.views, strict=True):
         if not bool(torch.isfinite(view).all()):
             return name
     return None
@@ -70,7 +71,7 @@ def _finite_sum(part: Tensor) -> bool:
     if not (part.is_floating_point() or part.is_complex()):
         return True
     wide = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
-    return bool(torch.isfinite(part.sum(dtype=wide)))
+    return cmath.isfinite(part.sum(dtype=wide).item())
 
 
 def fill_push(layouts: ModelLayouts, views: list[Tensor]) -> bytes:

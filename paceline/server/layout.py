@@ -43,6 +43,15 @@ class Layout:
         return [memory[start:stop].view(dtype) for dtype, start, stop in self.spans]
 
 
+class Laid:
+    """Memory of bytes with a layout: ``views`` are its tensors, ``flat`` the vectors of each dtype."""
+
+    def __init__(self, layout: Layout, memory: Tensor) -> None:
+        self.memory = memory
+        self.views = layout.views(memory)
+        self.flat = layout.flat(memory)
+
+
 def memory_of(tensor: Tensor) -> memoryview:
     """The memory of a tensor of bytes, to be sent or received into."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]  # an array is a buffer, which its type does not say

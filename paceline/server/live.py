@@ -26,7 +26,7 @@ from paceline.policies.server import ServerPolicy
 from paceline.policies.state import NOT_YET
 from paceline.server import messages as wire
 from paceline.server.gathering import MeanOfPushes, adopt, not_finite, publish
-from paceline.server.layout import ModelLayouts, memory_of
+from paceline.server.layout import Laid, ModelLayouts, memory_of
 from paceline.server.listening import Ended, Heard, Listener, Peer
 from paceline.server.members import Average, Figures, Member
 from paceline.server.memory import SharedMemory
@@ -96,7 +96,7 @@ class LiveServer:
         self._state.version = version
         self._queue = queue
         self._gathered = MeanOfPushes(self._layouts)
-        self._only: tuple[Tensor, bytes] | None = None  # the push that the next commit consists of
+        self._only: tuple[Laid, bytes] | None = None  # the push that the next commit consists of
         self._members: dict[int, Member] = {}
         self._by_peer: dict[Peer, Member] = {}
         self._lives: dict[int, int] = {}  # the last incarnation of each rank
@@ -203,7 +203,7 @@ class LiveServer:
             self._listener.forget(self._members[rank].peer)
             self._leave(self._members[rank])
         figures = self._figures.setdefault(rank, Figures())
-        member = Member(rank=rank, peer=peer, gradients=gradients, local=local, figures=figures)
+        member = Member(rank=rank, peer=peer, gradients=Laid(self._layouts.up, gradients), local=local, figures=figures)
         self._members[rank] = self._by_peer[peer] = member
         self._enter(member)
         peer.send(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
+from paceline.server.layout import Laid
 from paceline.server.listening import Peer
 
 
@@ -39,7 +38,7 @@ class Member:
 
     rank: int
     peer: Peer
-    gradients: Tensor  # bytes, in the layout of pushes
+    gradients: Laid  # where its pushes are
     local: bool  # shares the server's memory
     figures: Figures
     life: int = 0  # its incarnation, as the policy knows it
