@@ -37,6 +37,7 @@ logger = logging.getLogger("paceline")
 
 _TICK = 0.2  # seconds between two looks at whether we are asked to stop
 _LONGEST_READ = 60.0  # seconds that a worker may take to copy the parameters
+_LONGEST_REASON = 2000  # characters: names in it come from others, and a message has to hold it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +155,9 @@ class LiveServer:
                 self._hear(member, heard)
         except (WireError, UsageError) as error:
             who = "a peer" if member is None else f"worker {member.rank}"
-            logger.warning("refused %s: %s", who, error)
-            peer.send(wire.Refused(str(error)))
+            reason = str(error)[:_LONGEST_REASON]
+            logger.warning("refused %s: %s", who, reason)
+            peer.send(wire.Refused(reason))
             if member is not None:
                 self._leave(member)
         self._settle()
