@@ -122,6 +122,9 @@ class Listener:
             descriptor = os.pidfd_open(process)
         except ProcessLookupError:
             return False
+        except (OSError, OverflowError) as error:
+            raise WireError(f"wanted the process of a worker, found number {process}: {error}") from error
+        self._unwatch_all(peer)
         self._processes[descriptor] = peer
         self._poller.register(descriptor, zmq.POLLIN)
         return True
@@ -129,8 +132,7 @@ class Listener:
     def forget(self, peer: Peer) -> None:
         """Hear no more of a peer."""
         self._peers = {key: known for key, known in self._peers.items() if known is not peer}
-        for descriptor in [number for number, known in self._processes.items() if known is peer]:
-            self._unwatch(descriptor)
+        self._unwatch_all(peer)
 
     def hear(self, seconds: float) -> Iterator[tuple[Peer, Heard]]:
         """Wait for something to happen, and give all that has happened."""
@@ -199,6 +201,10 @@ class Listener:
             peer.send(Alive())
             if not peer.connected:
                 yield peer, Ended()
+
+    def _unwatch_all(self, peer: Peer) -> None:
+        for descriptor in [number for number, known in self._processes.items() if known is peer]:
+            self._unwatch(descriptor)
 
     def _unwatch(self, descriptor: int) -> None:
         del self._processes[descriptor]
