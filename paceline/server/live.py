@@ -144,6 +144,8 @@ class LiveServer:
             if isinstance(heard, WireError):
                 raise heard
             if isinstance(heard, wire.Hello):
+                if member is not None:
+                    raise WireError(f"this connection has joined already, as worker {member.rank}")
                 self._join(peer, heard)
             elif isinstance(heard, Ended):
                 self._listener.forget(peer)
