@@ -15,7 +15,7 @@ import zmq
 from paceline.errors import CommError, WireError
 from paceline.server.channel import MAX_FRAME, Channel, Sealing
 from paceline.server.handshake import HandshakeRefused, answer
-from paceline.server.messages import Alive, Message
+from paceline.server.messages import Alive, Message, Push
 from paceline.server.wire import decode, encode
 
 logger = logging.getLogger("paceline")
@@ -69,9 +69,13 @@ class Peer:
         if received is None:
             return None
         head, has_tensors = received
+        message = decode(head)
+        if has_tensors != (self.tensors is not None and isinstance(message, Push)):
+            found = "found some" if has_tensors else "found none"
+            raise WireError(f"wanted tensors with a push from a worker that shares no memory, {found} with {message}")
         if has_tensors and self.tensors is not None:
             self.received_bytes += len(self.tensors)
-        return decode(head)
+        return message
 
 
 class Ended(NamedTuple):
