@@ -37,6 +37,7 @@ logger = logging.getLogger("paceline")
 
 _TICK = 0.2  # seconds between two looks at whether we are asked to stop
 _LONGEST_READ = 60.0  # seconds that a worker may take to copy the parameters
+_MOST_EXAMPLES = 2**32  # of one push: its gradients are multiplied by them
 _LONGEST_REASON = 2000  # characters: names in it come from others, and a message has to hold it
 
 
@@ -267,6 +268,8 @@ class LiveServer:
         now = self._now()
         if message.version > self._state.version:
             raise WireError(f"a push on version {message.version}, and the newest is {self._state.version}")
+        if message.examples > _MOST_EXAMPLES:
+            raise WireError(f"a push of {message.examples} examples, and there can be {_MOST_EXAMPLES} at most")
         if len(message.used) != -(-len(self._layouts.trained) // 8):
             raise WireError(f"a push that tells of {8 * len(message.used)} parameters, of {len(self._layouts.trained)}")
         member.pushed_at = now
