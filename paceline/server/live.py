@@ -417,8 +417,8 @@ class LiveServer:
         for peer, path in self._saves:
             try:
                 saved = self._host.save(Path(path) if path else None)
-            except PacelineError as error:
-                peer.send(wire.Refused(str(error)))
+            except (PacelineError, OSError, ValueError) as error:  # a path may be none
+                peer.send(wire.Refused(str(error)[:_LONGEST_REASON]))
             else:
                 peer.send(wire.Saved(str(saved)))
         self._saves = []
