@@ -88,7 +88,8 @@ class LiveServer:
         self._trainee, self._policy, self._host, self._listener = trainee, policy, host, listener
         self._model = ModelLayouts.describe(trainee.model)
         self._layouts = ModelLayouts(trainee.model)
-        self._workers, self._waits_for_all, self._seed = workers, waits_for_all, seed
+        self._workers, self._waits_for_all = workers, waits_for_all
+        self._seed = seed % 2**63  # what a message holds: torch's own seeds have 64 bits
         self._memory = SharedMemory(
             memory, down=self._layouts.down.nbytes, up=self._layouts.up.nbytes, slots=workers, create=True
         )
