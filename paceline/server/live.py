@@ -181,7 +181,7 @@ class LiveServer:
             case wire.Data():
                 self._queue.describe(**message._asdict())
             case wire.Mean():
-                self._averages.setdefault(message.key, Average()).parts[member.rank] = message.weight, message.values
+                self._take_mean(member, message)
             case wire.Save():
                 self._saves.append((member.peer, message.path))
             case wire.Record():
@@ -293,6 +293,20 @@ class LiveServer:
         else:
             self._gathered.add(member.gradients, message.examples, message.used)
         self._do(actions)
+
+    def _take_mean(self, member: Member, message: wire.Mean) -> None:
+        key, found = message.key, len(message.values)
+        if found > wire.MOST_VALUES or len(key) > _LONGEST_REASON:
+            raise WireError(
+                f"wanted at most {wire.MOST_VALUES} values for a mean, found {found}: the mean has to fit too"
+            )
+        average = self._averages.setdefault(key, Average())
+        wanted = next((len(values) for _, values in average.parts.values()), found)
+        if found != wanted:
+            raise WireError(
+                f"wanted {wanted} values for the mean {key!r}, found {found}; all workers must give as many"
+            )
+        average.parts[member.rank] = message.weight, message.values
 
     def _refuse_numbers(self, member: Member, step: int, name: str) -> None:
         """A gradient that is not finite harms nobody: its batch counts as used, and the worker goes on."""
