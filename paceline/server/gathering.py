@@ -59,10 +59,14 @@ def not_finite(layouts: ModelLayouts, memory: Tensor) -> str | None:
     """
     if all(_finite_sum(part) for part in layouts.up.flat(memory)):
         return None
-    names = [*layouts.trained_names, *("a buffer" for _ in layouts.buffers)]
-    for name, view in zip(names, layouts.up.views(memory), strict=True):
+    views = layouts.up.views(memory)
+    for name, view in zip(layouts.trained_names, views, strict=False):
         if not bool(torch.isfinite(view).all()):
             return name
+    for buffer, view in zip(layouts.buffers, views[len(layouts.trained) :], strict=True):
+        # What the server has there too belongs to it, such as the infinities of a mask.
+        if not bool((torch.isfinite(view) | (view == buffer.to(view.device))).all()):
+            return "a buffer"
     return None
 
 
