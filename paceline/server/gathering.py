@@ -14,7 +14,8 @@ class MeanOfPushes:
     def __init__(self, layouts: ModelLayouts) -> None:
         self._layouts = layouts
         self._sum: Tensor | None = None  # made when a commit first has more than one push
-        self._examples = 0
+        self._unit = 1  # the examples of the first push
+        self._weight = 0.0  # of all pushes, in this unit: a sum over examples is too large for halves
         self._used = 0  # bits of the parameters that any push has a gradient for
         self._count = 0
 
@@ -22,34 +23,38 @@ class MeanOfPushes:
         """Add a push; its memory may change afterwards."""
         if self._sum is None:
             self._sum = torch.zeros_like(memory)
+        if self._count == 0:
+            self._unit = max(1, examples)
+        weight = examples / self._unit
         for total, part in zip(self._layouts.up.flat(self._sum), self._layouts.up.flat(memory), strict=True):
             if not (total.is_floating_point() or total.is_complex()):
                 total.copy_(part)  # a count of batches seen: the last one's
             elif self._count == 0:
-                torch.mul(part, examples, out=total)
-            else:
-                total.add_(part, alpha=examples)
-        self._examples += examples
+                total.copy_(part) if weight else total.zero_()
+            elif weight:
+                total.add_(part, alpha=weight)
+        self._weight += weight
         self._used |= int.from_bytes(used, "little")
         self._count += 1
 
     def put(self, only: tuple[Tensor, bytes] | None = None) -> None:
         """Put the mean where the optimizer looks for it; ``only`` is a push that makes up the commit alone."""
         if only is not None:
-            memory, used = only[0], int.from_bytes(only[1], "little")
+            memory, used, weight = only[0], int.from_bytes(only[1], "little"), 1.0
         else:
             assert self._sum is not None, "a commit of pushes that were never added"
-            memory, used = self._sum, self._used
+            memory, used, weight = self._sum, self._used, self._weight
             for total in self._layouts.up.flat(memory):
-                if total.is_floating_point() or total.is_complex():
-                    total.div_(max(1, self._examples))
+                if weight and (total.is_floating_point() or total.is_complex()):
+                    total.div_(weight)
         views = self._layouts.up.views(memory)
         trained = self._layouts.trained
         for place, (parameter, gradient) in enumerate(zip(trained, views, strict=False)):
             parameter.grad = gradient.to(parameter.device) if used >> place & 1 else None
         for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=True):
-            buffer.copy_(pushed)
-        self._examples = self._used = self._count = 0
+            if weight:
+                buffer.copy_(pushed)
+        self._weight, self._used, self._count = 0.0, 0, 0
 
 
 def not_finite(layouts: ModelLayouts, memory: Tensor) -> str | None:

@@ -288,7 +288,7 @@ class LiveServer:
         member.figures.examples += message.examples
         member.figures.computing_seconds += message.seconds
         self._arrived[push] = now
-        if actions and isinstance(actions[0], decided.Commit) and actions[0].pushes == (push,):
+        if message.examples and actions and isinstance(actions[0], decided.Commit) and actions[0].pushes == (push,):
             self._only = member.gradients, message.used
         else:
             self._gathered.add(member.gradients, message.examples, message.used)
