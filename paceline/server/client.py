@@ -218,7 +218,13 @@ class Client:
 
     def mean(self, key: str, weight: float, values: tuple[float, ...]) -> tuple[float, ...]:
         """Average values over all workers, each of whom calls this with the same key."""
-        return self._request(wire.Mean(key, weight, values), wire.Averaged).values
+        most = wire.MOST_VALUES
+        parts = [values[start : start + most] for start in range(0, len(values), most)]
+        means = [
+            self._request(wire.Mean(f"{key}/{place}", weight, part), wire.Averaged).values
+            for place, part in enumerate(parts)
+        ]
+        return tuple(number for mean in means for number in mean)
 
     def save(self, path: str) -> str:
         """Have the server write a checkpoint, to the run's directory if the path is empty."""

@@ -16,7 +16,8 @@ class MeanOfPushes:
     def __init__(self, layouts: ModelLayouts) -> None:
         self._layouts = layouts
         self._sum: Laid | None = None  # made when a commit first has more than one push
-        self._examples = 0
+        self._unit = 1  # the examples of the first push
+        self._weight = 0.0  # of all pushes, in this unit: a sum over examples is too large for halves
         self._used = 0  # bits of the parameters that any push has a gradient for
         self._count = 0
 
@@ -24,33 +25,37 @@ class MeanOfPushes:
         """Add a push; its memory may change afterwards."""
         if self._sum is None:
             self._sum = Laid(self._layouts.up, torch.zeros_like(push.memory))
+        if self._count == 0:
+            self._unit = max(1, examples)
+        weight = examples / self._unit
         for total, part in zip(self._sum.flat, push.flat, strict=True):
             if not (total.is_floating_point() or total.is_complex()):
                 total.copy_(part)  # a count of batches seen: the last one's
             elif self._count == 0:
-                torch.mul(part, examples, out=total)
-            else:
-                total.add_(part, alpha=examples)
-        self._examples += examples
+                total.copy_(part) if weight else total.zero_()
+            elif weight:
+                total.add_(part, alpha=weight)
+        self._weight += weight
         self._used |= int.from_bytes(used, "little")
         self._count += 1
 
     def put(self, only: tuple[Laid, bytes] | None = None) -> None:
         """Put the mean where the optimizer looks for it; ``only`` is a push that makes up the commit alone."""
         if only is not None:
-            push, used = only[0], int.from_bytes(only[1], "little")
+            push, used, weight = only[0], int.from_bytes(only[1], "little"), 1.0
         else:
             assert self._sum is not None, "a commit of pushes that were never added"
-            push, used = self._sum, self._used
+            push, used, weight = self._sum, self._used, self._weight
             for total in push.flat:
-                if total.is_floating_point() or total.is_complex():
-                    total.div_(max(1, self._examples))
+                if weight and (total.is_floating_point() or total.is_complex()):
+                    total.div_(weight)
         trained = self._layouts.trained
         for place, (parameter, gradient) in enumerate(zip(trained, push.views, strict=False)):
             parameter.grad = gradient.to(parameter.device) if used >> place & 1 else None
         for buffer, pushed in zip(self._layouts.buffers, push.views[len(trained) :], strict=True):
-            buffer.copy_(pushed)
-        self._examples = self._used = self._count = 0
+            if weight:
+                buffer.copy_(pushed)
+        self._weight, self._used, self._count = 0.0, 0, 0
 
 
 def not_finite(layouts: ModelLayouts, push: Laid) -> str | None:
@@ -60,10 +65,13 @@ def not_finite(layouts: ModelLayouts, push: Laid) -> str | None:
     """
     if all(_finite_sum(part) for part in push.flat):
         return None
-    names = [*layouts.trained_names, *("a buffer" for _ in layouts.buffers)]
-    for name, view in zip(names, push.views, strict=True):
+    for name, view in zip(layouts.trained_names, push.views, strict=False):
         if not bool(torch.isfinite(view).all()):
             return name
+    for buffer, view in zip(layouts.buffers, push.views[len(layouts.trained) :], strict=True):
+        # What the server has there too belongs to it, such as the infinities of a mask.
+        if not bool((torch.isfinite(view) | (view == buffer.to(view.device))).all()):
+            return "a buffer"
     return None
 
 

@@ -18,7 +18,7 @@ from paceline.errors import CommError, WireError
 from paceline.server.channel import MAX_FRAME, Channel, Sealing
 from paceline.server.handshake import HandshakeRefused, answer
 from paceline.server.lines import UnixLine, abstract_name, bytes_of
-from paceline.server.messages import Alive, Message
+from paceline.server.messages import Alive, Message, Push
 from paceline.server.wire import decode, encode
 
 logger = logging.getLogger("paceline")
@@ -70,7 +70,14 @@ class Peer:
     def receive(self, parts: Sequence[zmq.Frame | bytes]) -> Message | None:
         """The message that these frames complete, or None if more of its tensors are to come."""
         received = self._channel.receive(parts, self.tensors)
-        return decode(received[0]) if received is not None else None
+        if received is None:
+            return None
+        head, has_tensors = received
+        message = decode(head)
+        if has_tensors != (self.tensors is not None and isinstance(message, Push)):
+            found = "found some" if has_tensors else "found none"
+            raise WireError(f"wanted tensors with a push from a worker that shares no memory, {found} with {message}")
+        return message
 
 
 class Ended(NamedTuple):
@@ -136,6 +143,9 @@ class Listener:
             descriptor = os.pidfd_open(process)
         except ProcessLookupError:
             return False
+        except (OSError, OverflowError) as error:
+            raise WireError(f"wanted the process of a worker, found number {process}: {error}") from error
+        self._unwatch_all(peer)
         self._processes[descriptor] = peer
         self._poller.register(descriptor, zmq.POLLIN)
         return True
@@ -145,8 +155,7 @@ class Listener:
         self._peers = {key: known for key, known in self._peers.items() if known is not peer}
         for number in [number for number, (_, known) in self._lines.items() if known is peer]:
             self._hang_up(number)
-        for descriptor in [number for number, known in self._processes.items() if known is peer]:
-            self._unwatch(descriptor)
+        self._unwatch_all(peer)
 
     def hear(self, seconds: float) -> Iterator[tuple[Peer, Heard]]:
         """Wait for something to happen, and give all that has happened."""
@@ -279,6 +288,10 @@ class Listener:
             peer.send(Alive())
             if not peer.connected:
                 yield peer, Ended()
+
+    def _unwatch_all(self, peer: Peer) -> None:
+        for descriptor in [number for number, known in self._processes.items() if known is peer]:
+            self._unwatch(descriptor)
 
     def _unwatch(self, descriptor: int) -> None:
         del self._processes[descriptor]

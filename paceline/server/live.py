@@ -37,6 +37,8 @@ logger = logging.getLogger("paceline")
 
 _TICK = 0.2  # seconds between two looks at whether we are asked to stop
 _LONGEST_READ = 60.0  # seconds that a worker may take to copy the parameters
+_MOST_EXAMPLES = 2**32  # of one push: its gradients are multiplied by them
+_LONGEST_REASON = 2000  # characters: names in it come from others, and a message has to hold it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,8 @@ class LiveServer:
         self._trainee, self._policy, self._host, self._listener = trainee, policy, host, listener
         self._model = ModelLayouts.describe(trainee.model)
         self._layouts = ModelLayouts(trainee.model)
-        self._workers, self._waits_for_all, self._seed = workers, waits_for_all, seed
+        self._workers, self._waits_for_all = workers, waits_for_all
+        self._seed = seed % 2**63  # what a message holds: torch's own seeds have 64 bits
         self._memory = SharedMemory(
             memory, down=self._layouts.down.nbytes, up=self._layouts.up.nbytes, slots=workers, create=True
         )
@@ -143,6 +146,8 @@ class LiveServer:
             if isinstance(heard, WireError):
                 raise heard
             if isinstance(heard, wire.Hello):
+                if member is not None:
+                    raise WireError(f"this connection has joined already, as worker {member.rank}")
                 self._join(peer, heard)
             elif isinstance(heard, Ended):
                 self._listener.forget(peer)
@@ -154,8 +159,9 @@ class LiveServer:
                 self._hear(member, heard)
         except (WireError, UsageError) as error:
             who = "a peer" if member is None else f"worker {member.rank}"
-            logger.warning("refused %s: %s", who, error)
-            peer.send(wire.Refused(str(error)))
+            reason = str(error)[:_LONGEST_REASON]
+            logger.warning("refused %s: %s", who, reason)
+            peer.send(wire.Refused(reason))
             if member is not None:
                 self._leave(member)
         self._settle()
@@ -175,7 +181,7 @@ class LiveServer:
             case wire.Data():
                 self._queue.describe(**message._asdict())
             case wire.Mean():
-                self._averages.setdefault(message.key, Average()).parts[member.rank] = message.weight, message.values
+                self._take_mean(member, message)
             case wire.Save():
                 self._saves.append((member.peer, message.path))
             case wire.Record():
@@ -261,6 +267,8 @@ class LiveServer:
         now = self._now()
         if message.version > self._state.version:
             raise WireError(f"a push on version {message.version}, and the newest is {self._state.version}")
+        if message.examples > _MOST_EXAMPLES:
+            raise WireError(f"a push of {message.examples} examples, and there can be {_MOST_EXAMPLES} at most")
         if len(message.used) != -(-len(self._layouts.trained) // 8):
             raise WireError(f"a push that tells of {8 * len(message.used)} parameters, of {len(self._layouts.trained)}")
         member.pushed_at = now
@@ -279,11 +287,25 @@ class LiveServer:
         member.figures.examples += message.examples
         member.figures.computing_seconds += message.seconds
         self._arrived[push] = now
-        if actions and isinstance(actions[0], decided.Commit) and actions[0].pushes == (push,):
+        if message.examples and actions and isinstance(actions[0], decided.Commit) and actions[0].pushes == (push,):
             self._only = member.gradients, message.used
         else:
             self._gathered.add(member.gradients, message.examples, message.used)
         self._do(actions)
+
+    def _take_mean(self, member: Member, message: wire.Mean) -> None:
+        key, found = message.key, len(message.values)
+        if found > wire.MOST_VALUES or len(key) > _LONGEST_REASON:
+            raise WireError(
+                f"wanted at most {wire.MOST_VALUES} values for a mean, found {found}: the mean has to fit too"
+            )
+        average = self._averages.setdefault(key, Average())
+        wanted = next((len(values) for _, values in average.parts.values()), found)
+        if found != wanted:
+            raise WireError(
+                f"wanted {wanted} values for the mean {key!r}, found {found}; all workers must give as many"
+            )
+        average.parts[member.rank] = message.weight, message.values
 
     def _refuse_numbers(self, member: Member, step: int, name: str) -> None:
         """A gradient that is not finite harms nobody: its batch counts as used, and the worker goes on."""
@@ -410,8 +432,8 @@ class LiveServer:
         for peer, path in self._saves:
             try:
                 saved = self._host.save(Path(path) if path else None)
-            except PacelineError as error:
-                peer.send(wire.Refused(str(error)))
+            except (PacelineError, OSError, ValueError) as error:  # a path may be none
+                peer.send(wire.Refused(str(error)[:_LONGEST_REASON]))
             else:
                 peer.send(wire.Saved(str(saved)))
         self._saves = []

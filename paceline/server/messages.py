@@ -65,6 +65,9 @@ class More(NamedTuple):
     step: Count
 
 
+MOST_VALUES = 2000  # of a Mean, so that their mean fits into a message with all its digits
+
+
 class Mean(NamedTuple):
     """Worker: average these values over all workers."""
 
