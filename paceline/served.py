@@ -325,7 +325,6 @@ def join_served(
     trainee: Trainee, model: nn.Module, place: ServerPlace, *, policy: Policy, on_nan: OnNaN
 ) -> ServedSession:
     """Join the run of the server that ``place`` tells of."""
-    report("needs server")  # started with us, or now
     world = read_world()
     client = Client(
         trainee.model,

@@ -109,9 +109,12 @@ def join(
     )
     _check(trainee)
     policy = parse_policy(policy if policy is not None else asked_policy() or "all-reduce")
-    report("joined")  # before others are waited for: then one that never joins is found out
     place = take_server_place()
-    if isinstance(policy, ServerPolicy) and place is not None and group is None:
+    served = isinstance(policy, ServerPolicy) and place is not None and group is None
+    if served:
+        report("needs server")  # started with us, or now
+    report("joined")  # before others are waited for: then one that never joins is found out
+    if served and isinstance(policy, ServerPolicy) and place is not None:
         settings: dict[str, Any] = {"policy": policy, "on_nan": on_nan}
         if place.role == "worker":
             return _join_served(trainee, model, place, settings)

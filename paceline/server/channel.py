@@ -66,22 +66,31 @@ class Channel:
         tensors: memoryview | None = None,
         *,
         route: bytes | None = None,
+        stay: bool = False,
     ) -> None:
         """Send a head, and tensors if there are any; on a ROUTER socket ``route`` is the peer's.
 
-        Tensors that are not sealed are sent from where they lie, perhaps after this returns: they must stay as they are
-        until the peer has answered. Both they and the ``into`` of ``receive`` are memory of format "B".
+        Tensors that ``stay`` as they are until the peer has answered are sent from where they lie, if they are not
+        sealed. Both they and the ``into`` of ``receive`` are memory of format "B".
         """
         if len(head) > MAX_HEAD:
             raise WireError(f"wanted a head of at most {MAX_HEAD} bytes, found {len(head)}")
         if tensors is None:
             self._send(socket, route, head, _NO_TENSORS, None)
             return
-        self._send(socket, route, head, len(tensors), tensors[:CHUNK])
+        self._send(socket, route, head, len(tensors), tensors[:CHUNK], stay)
         for start in range(CHUNK, len(tensors), CHUNK):
-            self._send(socket, route, b"", start, tensors[start : start + CHUNK])
+            self._send(socket, route, b"", start, tensors[start : start + CHUNK], stay)
 
-    def _send(self, socket: Sender, route: bytes | None, head: bytes, place: int, chunk: memoryview | None) -> None:
+    def _send(
+        self,
+        socket: Sender,
+        route: bytes | None,
+        head: bytes,
+        place: int,
+        chunk: memoryview | None,
+        stay: bool = False,
+    ) -> None:
         number = self._sent
         self._sent = number + 1  # also if sending fails: a nonce is used once
         preamble = _PREAMBLE.pack(number, place)
@@ -94,7 +103,7 @@ class Channel:
             # ZeroMQ copies the one buffer: a fresh one per chunk, sent where it lies, costs more in page faults.
             socket.send_multipart([*routed, preamble + head, self._sealed_chunk(number, chunk, preamble)])
         else:
-            socket.send_multipart([*routed, preamble + head, chunk], copy=False)
+            socket.send_multipart([*routed, preamble + head, chunk], copy=not stay)
 
     def _sealed_chunk(self, number: int, chunk: memoryview, preamble: bytes) -> memoryview:
         size = len(chunk) + _TAG

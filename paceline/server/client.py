@@ -238,7 +238,7 @@ class Client:
 
     def _send(self, message: wire.Message, tensors: memoryview | None = None) -> None:
         assert self._line is not None, "the client is closed"
-        self._channel.send(self._line, encode(message), tensors)
+        self._channel.send(self._line, encode(message), tensors, stay=True)
 
     def _request(self, message: wire.Message, answer: type[M]) -> M:
         while True:

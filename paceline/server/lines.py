@@ -23,6 +23,7 @@ from paceline.server.channel import MAX_FRAME
 _LENGTHS = struct.Struct("<II")  # of two frames; the second may be none
 _NO_FRAME = 2**32 - 1
 _READ = 1 << 16
+SOCKET_BUFFER = 4 << 20  # bytes in the kernel: tensors then go in large pieces
 _TIME_TO_TAKE = 10.0  # seconds that the other end may leave its buffer full
 
 Frame = bytes | memoryview
@@ -31,7 +32,7 @@ Frame = bytes | memoryview
 class Line(Protocol):
     """What a client asks of its line."""
 
-    def send_multipart(self, parts: Sequence[Any], *, copy: bool = False) -> object:
+    def send_multipart(self, parts: Sequence[Any], *, copy: bool = True) -> object:
         """Send the frames of a message."""
         ...
 
@@ -96,7 +97,7 @@ class UnixLine:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send_multipart(self, parts: Sequence[Any], *, copy: bool = False) -> None:
+    def send_multipart(self, parts: Sequence[Any], *, copy: bool = True) -> None:
         lengths = [len(part) for part in parts]
         frames: list[Any] = [_LENGTHS.pack(lengths[0], lengths[1] if len(lengths) > 1 else _NO_FRAME), *parts]
         left = _LENGTHS.size + sum(lengths)
@@ -169,6 +170,8 @@ class _ZmqLine:
         self._socket.set(zmq.LINGER, 500)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
+        self._socket.set(zmq.SNDBUF, SOCKET_BUFFER)
+        self._socket.set(zmq.RCVBUF, SOCKET_BUFFER)
         self._socket.set(zmq.RECONNECT_IVL, 20)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 500)
         self._socket.set(zmq.HEARTBEAT_IVL, 300)
@@ -188,7 +191,7 @@ class _ZmqLine:
                 f"cannot connect to {address!r}: {error}; wanted an address such as tcp://10.0.0.5:7777"
             ) from error
 
-    def send_multipart(self, parts: Sequence[Any], *, copy: bool = False) -> None:
+    def send_multipart(self, parts: Sequence[Any], *, copy: bool = True) -> None:
         self._socket.send_multipart(parts, copy=copy)
 
     def receive(self) -> list[zmq.Frame] | None:

@@ -17,7 +17,7 @@ import zmq
 from paceline.errors import CommError, WireError
 from paceline.server.channel import MAX_FRAME, Channel, Sealing
 from paceline.server.handshake import HandshakeRefused, answer
-from paceline.server.lines import UnixLine, abstract_name, bytes_of
+from paceline.server.lines import SOCKET_BUFFER, UnixLine, abstract_name, bytes_of
 from paceline.server.messages import Alive, Message, Push
 from paceline.server.wire import decode, encode
 
@@ -132,6 +132,8 @@ class Listener:
         made.set(zmq.ROUTER_MANDATORY, 1)
         made.set(zmq.SNDHWM, 0)  # a peer has at most one unanswered message with tensors
         made.set(zmq.MAXMSGSIZE, MAX_FRAME)
+        made.set(zmq.SNDBUF, SOCKET_BUFFER)
+        made.set(zmq.RCVBUF, SOCKET_BUFFER)
         made.set(zmq.HEARTBEAT_IVL, _HEARTBEAT)
         made.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT)
         made.set(zmq.IPV6, version_6)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from paceline.errors import CommError, PacelineError, UsageError, WireError
 from paceline.policies import messages as decided
@@ -108,7 +107,6 @@ class LiveServer:
         self._arrived: dict[decided.Push, float] = {}  # pushes not committed yet, and when they came
         self._averages: dict[str, Average] = {}
         self._saves: list[tuple[Peer, str]] = []
-        self._snapshot: tuple[int, Tensor] | None = None  # for other hosts: a version of the parameters that stays
         self._left_well = False
         self._began = time.monotonic()
 
@@ -369,12 +367,10 @@ class LiveServer:
         member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch), tensors)
 
     def _parameters_for(self, member: Member) -> memoryview | None:
-        """What has to travel to a member of another host: a copy, for the next commit may come before it is sent."""
+        """What has to travel to a member of another host; it is sealed or copied before the next commit."""
         if member.local:
             return None
-        if self._snapshot is None or self._snapshot[0] != self._memory.version:
-            self._snapshot = self._memory.version, self._memory.down.clone()
-        return memory_of(self._snapshot[1])
+        return memory_of(self._memory.down)
 
     def _commit(self, commit: decided.Commit) -> None:
         if not self._memory.try_writing(_LONGEST_READ):
