@@ -259,6 +259,9 @@ class Listener:
 
     def _meet(self, source: zmq.Socket[bytes], route: bytes, parts: Sequence[zmq.Frame]) -> None:
         address = str(parts[0].get("Peer-Address")) if parts else ""
+        if not route.startswith(b"\0"):
+            self._refuse_stranger("it has named itself")  # it could take the name of one that has proved the token
+            return
         try:
             channel, reply = self._greet(parts, self._sockets[source] or _sealing_for(address, self._trusted))
         except WireError as error:
