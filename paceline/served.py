@@ -149,7 +149,7 @@ class ServedSession(Session):
                 self._client.ask(self._epochs)
         elif self._go is not None:  # no step was made of it
             self._client.skip()
-            self._go = None
+            self._go, self._answer_comes = None, True
         if not self._have_step():
             return None
         assert self._go is not None
