@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -278,7 +279,10 @@ class ServedSession(Session):
         self._accumulating = step.accumulate
         assert self._clock is not None
         self._clock.computed(None)
-        if not step.accumulate:
+        if step.accumulate:
+            loss = self._loss_of(step)
+            self._bad_loss = loss if loss is not None and not math.isfinite(loss) else None
+        else:
             self._finish(step)
         return False
 
