@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,7 +85,8 @@ class LiveServer:
         listener: Listener,
         host: Host,
     ) -> None:
-        self._trainee, self._policy, self._host, self._listener = trainee, policy, host, listener
+        self._trainee = replace(trainee, scaler=None)  # pushes are not scaled
+        self._policy, self._host, self._listener = policy, host, listener
         self._model = ModelLayouts.describe(trainee.model)
         self._layouts = ModelLayouts(trainee.model)
         self._workers, self._waits_for_all = workers, waits_for_all
