@@ -257,7 +257,7 @@ class LiveServer:
             self._do(self._policy.left(self._state, member.rank, self._now()))
 
     def _take_ask(self, member: Member, message: wire.Ask) -> None:
-        if message.epochs >= 0 and not self._queue.described:
+        if message.epochs > 0 and not self._queue.described:
             raise WireError("a batch was asked for, and nobody has said what the data is")
         member.epochs = message.epochs
         self._queue.give_back(member.rank)
@@ -356,7 +356,7 @@ class LiveServer:
         now = self._now()
         epoch, batch = -1, -1
         if member.epochs is not None and member.epochs >= 0:
-            taken = self._queue.take(member.rank, member.epochs)
+            taken = self._queue.take(member.rank, member.epochs) if member.epochs else None
             if taken is None:
                 member.idle = True
                 self._do(self._policy.left(self._state, member.rank, now))
@@ -442,7 +442,7 @@ class LiveServer:
     def _wake_for_returned(self) -> None:
         """Give batches that have come back to members that have none."""
         for member in [member for member in self._members.values() if member.idle]:
-            if member.epochs is None or not self._queue.has(member.epochs):
+            if not member.epochs or not self._queue.has(member.epochs):
                 continue
             member.idle = False
             self._enter(member)
