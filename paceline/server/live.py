@@ -284,7 +284,7 @@ class LiveServer:
         if any(isinstance(action, decided.Drop) for action in actions):
             member.figures.dropped += 1
             return
-        self._queue.use(member.rank)
+        self._queue.push(member.rank)
         member.figures.pushes += 1
         member.figures.examples += message.examples
         member.figures.computing_seconds += message.seconds
@@ -391,6 +391,7 @@ class LiveServer:
         finally:
             self._memory.wrote()
         self._only = None
+        self._queue.commit()  # all that was pushed: policies leave nothing behind
         self._trainee.clear_gradients()
         self._tell(commit, rate, time.monotonic() - began)
 
@@ -426,8 +427,7 @@ class LiveServer:
             mean = self._averages.pop(key).mean()
             for member in self._members.values():
                 member.peer.send(wire.Averaged(key, mean))
-        if not self._state.pending:  # what is pending would be lost
-            self._save()
+        self._save()
 
     def _save(self) -> None:
         for peer, path in self._saves:
