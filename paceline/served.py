@@ -206,7 +206,7 @@ class ServedSession(Session):
             raise UsageError(f"step {self.steps}: save() was called inside a step; call it after the block")
         return Path(self._client.save(str(path or ""))) if self.rank == 0 else None
 
-    def _write(self, event: str, **values: Any) -> None:
+    def _write(self, event: str, /, **values: Any) -> None:
         self._client.record(event, {name: as_number(value) for name, value in values.items()})
 
     def close(self) -> None:
