@@ -119,7 +119,7 @@ class HostingSession(Session):
     def note(self, event: str, values: dict[str, Any]) -> None:
         self._write(event, **values)
 
-    def _write(self, event: str, **values: Any) -> None:
+    def _write(self, event: str, /, **values: Any) -> None:
         if self.run is not None and self.run.metrics is not None:
             self.run.metrics.write(event, **{"step": self.steps, "epoch": self.epoch, **values})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -149,7 +150,7 @@ class ServedSession(Session):
                 self._client.ask(self._epochs)
         elif self._go is not None:  # no step was made of it
             self._client.skip()
-            self._go = None
+            self._go, self._answer_comes = None, True
         if not self._have_step():
             return None
         assert self._go is not None
@@ -205,7 +206,7 @@ class ServedSession(Session):
             raise UsageError(f"step {self.steps}: save() was called inside a step; call it after the block")
         return Path(self._client.save(str(path or ""))) if self.rank == 0 else None
 
-    def _write(self, event: str, **values: Any) -> None:
+    def _write(self, event: str, /, **values: Any) -> None:
         self._client.record(event, {name: as_number(value) for name, value in values.items()})
 
     def close(self) -> None:
@@ -278,7 +279,10 @@ class ServedSession(Session):
         self._accumulating = step.accumulate
         assert self._clock is not None
         self._clock.computed(None)
-        if not step.accumulate:
+        if step.accumulate:
+            loss = self._loss_of(step)
+            self._bad_loss = loss if loss is not None and not math.isfinite(loss) else None
+        else:
             self._finish(step)
         return False
 

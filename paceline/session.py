@@ -402,7 +402,7 @@ class Session:
         _refuse_names(values, _EVENT_NAMES)
         self._write(event, **values)
 
-    def _write(self, event: str, **values: Any) -> None:
+    def _write(self, event: str, /, **values: Any) -> None:
         if self.run is not None and self.run.metrics is not None:
             self.run.metrics.write(event, worker=self.rank, step=self.steps, epoch=self.epoch, **values)
 

@@ -133,7 +133,7 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
+        self.stop()
         self._rouse()
         self._thread.join(DEADLINE)
         assert not self._thread.is_alive(), "the server hangs"
@@ -144,6 +144,10 @@ class Cluster:
         os.close(self._memory)
         if self.failure is not None:
             raise self.failure
+
+    def stop(self) -> None:
+        """Ask the server to stop, as a signal does."""
+        self._stop.set()
 
     def _rouse(self) -> None:
         """Have the server look at once whether it is to stop."""

@@ -188,3 +188,16 @@ def test_before_the_data_is_known_nothing_is_handed_out_or_finished() -> None:
     later.load_state_dict(queue.state_dict())
     later.describe(4, 2, "short", True)
     assert later.take(0, 1) == (0, 0)
+
+
+def test_what_waits_for_a_commit_is_used_but_not_in_a_checkpoint() -> None:
+    queue = WorkQueue()
+    queue.describe(num_samples=3, batch_size=1, last="short", shuffle=False)
+    for worker in range(3):
+        queue.take(worker, epochs=1)
+        queue.push(worker)
+    assert queue.finished(epochs=1)
+    assert queue.state_dict()["unused"] == [0, 1, 2]
+    queue.give_back(0)  # it had nothing any more
+    queue.commit()
+    assert queue.state_dict()["unused"] == []

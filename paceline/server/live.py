@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,7 +84,8 @@ class LiveServer:
         listener: Listener,
         host: Host,
     ) -> None:
-        self._trainee, self._policy, self._host, self._listener = trainee, policy, host, listener
+        self._trainee = replace(trainee, scaler=None)  # pushes are not scaled
+        self._policy, self._host, self._listener = policy, host, listener
         self._model = ModelLayouts.describe(trainee.model)
         self._layouts = ModelLayouts(trainee.model)
         self._workers, self._waits_for_all = workers, waits_for_all
@@ -252,7 +253,7 @@ class LiveServer:
             self._do(self._policy.left(self._state, member.rank, self._now()))
 
     def _take_ask(self, member: Member, message: wire.Ask) -> None:
-        if message.epochs >= 0 and not self._queue.described:
+        if message.epochs > 0 and not self._queue.described:
             raise WireError("a batch was asked for, and nobody has said what the data is")
         member.epochs = message.epochs
         self._queue.give_back(member.rank)
@@ -280,7 +281,7 @@ class LiveServer:
         if any(isinstance(action, decided.Drop) for action in actions):
             member.figures.dropped += 1
             return
-        self._queue.use(member.rank)
+        self._queue.push(member.rank)
         member.figures.pushes += 1
         member.figures.examples += message.examples
         member.figures.computing_seconds += message.seconds
@@ -352,7 +353,7 @@ class LiveServer:
         now = self._now()
         epoch, batch = -1, -1
         if member.epochs is not None and member.epochs >= 0:
-            taken = self._queue.take(member.rank, member.epochs)
+            taken = self._queue.take(member.rank, member.epochs) if member.epochs else None
             if taken is None:
                 member.idle = True
                 self._do(self._policy.left(self._state, member.rank, now))
@@ -386,6 +387,7 @@ class LiveServer:
         finally:
             self._memory.wrote()
         self._only = None
+        self._queue.commit()  # all that was pushed: policies leave nothing behind
         self._trainee.clear_gradients()
         self._tell(commit, rate, time.monotonic() - began)
 
@@ -421,8 +423,7 @@ class LiveServer:
             mean = self._averages.pop(key).mean()
             for member in self._members.values():
                 member.peer.send(wire.Averaged(key, mean))
-        if not self._state.pending:  # what is pending would be lost
-            self._save()
+        self._save()
 
     def _save(self) -> None:
         for peer, path in self._saves:
@@ -437,7 +438,7 @@ class LiveServer:
     def _wake_for_returned(self) -> None:
         """Give batches that have come back to members that have none."""
         for member in [member for member in self._members.values() if member.idle]:
-            if member.epochs is None or not self._queue.has(member.epochs):
+            if not member.epochs or not self._queue.has(member.epochs):
                 continue
             member.idle = False
             self._enter(member)

@@ -29,6 +29,7 @@ class WorkQueue:
         self._next = 0  # the first batch that was never handed out
         self._returned: list[int] = []  # a heap
         self._leases: dict[int, list[int]] = {}  # worker -> the batches of its step
+        self._pushed: list[int] = []  # used by pushes that wait for a commit
 
     def describe(self, num_samples: int, batch_size: int, last: Last, shuffle: bool) -> None:
         """Say what the batches are made of; the first to say it decides, and the others must say the same."""
@@ -68,8 +69,16 @@ class WorkQueue:
         return self._data is not None
 
     def use(self, worker: int) -> None:
-        """The batches leased to the worker are used: its push was accepted."""
+        """The batches leased to the worker are used, and nothing will come of them."""
         self._leases.pop(worker, None)
+
+    def push(self, worker: int) -> None:
+        """The batches leased to the worker are used: its push was accepted, and waits for a commit."""
+        self._pushed += self._leases.pop(worker, ())
+
+    def commit(self) -> None:
+        """Whatever was pushed is in the parameters now."""
+        self._pushed = []
 
     def give_back(self, worker: int) -> None:
         """The batches leased to the worker were not used: its step was cancelled, or it is gone."""
@@ -86,12 +95,12 @@ class WorkQueue:
         return 0 if self._data is None else self._first_unused() // self._batches_per_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Take what is left as JSON values; leased batches count as not used."""
+        """Take what is left as JSON values; batches leased, or pushed and not committed, count as not used."""
         data = self._data
         return {
             "data": data and [data.num_samples, data.batch_size, data.last, data.shuffle],
             "next": self._next,
-            "unused": self._unused(),
+            "unused": sorted([*self._unused(), *self._pushed]),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -100,7 +109,7 @@ class WorkQueue:
             self.describe(*saved["data"])
         self._next = saved["next"]
         self._returned = sorted(saved["unused"])
-        self._leases = {}
+        self._leases, self._pushed = {}, []
 
     def _batches_per_epoch(self) -> int:
         if self._data is None:
