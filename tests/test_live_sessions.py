@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.errors import NonFiniteLossError, UsageError
 from paceline.served import ServedSession
+from paceline.server.lines import UnixLine
 from paceline.trainee import Trainee
 
 pytestmark = pytest.mark.timeout(40)
@@ -51,8 +53,9 @@ class Pair:
         self.hand.ask()
         self.hand.push(*[0.0] * 6)
         self.hand.go()
-        client = self.session._client
-        assert client._socket is not None and client._socket.poll(5000)
+        line = self.session._client._line
+        assert isinstance(line, UnixLine)
+        assert select.select([line], [], [], 5.0)[0], "the later step does not come"
 
     def loss(self, inputs: Tensor) -> Tensor:
         loss: Tensor = self.model(inputs).square().mean()
