@@ -82,6 +82,7 @@ class ServedSession(Session):
         self._data.epoch = welcome.epoch
         self._epochs = _OWN_DATA  # what steps are asked for
         self._go: Go | None = None  # the step handed out and not done
+        self._asked = _OWN_DATA  # what a step was asked for last
         self._answer_comes = False  # a step was asked for, or something pushed
         self._waited = 0.0
         self._repeat = False  # the last step was cancelled: its batch, if it is our own, comes again
@@ -137,6 +138,8 @@ class ServedSession(Session):
                 yield data
         finally:
             self._epochs = _OWN_DATA
+            if self._data.batch is not None:  # broken off between a batch and its step: the server gets it back
+                self._data.batch, self._go = None, None
         self._begin_epoch(end)
 
     def _next_batch(self) -> tuple[int, int] | None:
@@ -146,8 +149,7 @@ class ServedSession(Session):
             if more is not None and more.batch >= 0:
                 return more.epoch, more.batch
             self._give_up()  # cancelled; or without the rest of its batches the update cannot be made as it was meant
-            if more is not None:
-                self._client.ask(self._epochs)
+            self._answer_comes = more is None
         elif self._go is not None:  # no step was made of it
             self._client.skip()
             self._go, self._answer_comes = None, True
@@ -182,12 +184,14 @@ class ServedSession(Session):
     def refresh(self) -> None:
         if self._current is not None:
             raise UsageError(f"step {self.steps}: refresh() was called inside a step; call it after the block")
-        if self._answer_comes:  # the step that comes is given up
-            self._have_step()
-        self._go, self._accumulating = None, False
+        if self._accumulating or (self._data.batch is not None and self._epochs != _OWN_DATA):
+            raise UsageError(
+                f"step {self.steps}: refresh() was called between a batch and its step, or between accumulating ones; "
+                "call it after the step that updates the parameters"
+            )
+        self._go, self._answer_comes = None, False  # a step that comes is given up
         self._client.ask(0)
-        self._answer_comes = True
-        self._have_step()
+        self.steps = self._client.next_step(0).version
 
     def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
         """Average a number or tensor over the workers; all must call it, equally often in an epoch."""
@@ -229,8 +233,9 @@ class ServedSession(Session):
 
     def _have_step(self) -> bool:
         """Wait until there is a step to make; False if the server has no more batches."""
-        if not self._answer_comes:
+        if not self._answer_comes or self._asked != self._epochs:
             self._client.ask(self._epochs)
+            self._asked = self._epochs
         began = time.perf_counter()
         answer = self._client.next_step(self._epochs)
         self._waited = time.perf_counter() - began
@@ -244,7 +249,7 @@ class ServedSession(Session):
     def _begin(self, step: Step) -> None:
         if self._current is not None:
             raise UsageError(f"step {self.steps}: a step was opened inside another; leave the first block before")
-        if self._go is None:
+        if self._go is None or self._asked != self._epochs:
             self._have_step()
         assert self._go is not None, "the server has steps without end for those who have data of their own"
         fresh = not self._accumulating

@@ -63,6 +63,7 @@ class Client:
         self._line: Line | None = None
         self._later: wire.Go | wire.Finished | None = None  # has come while a step was under way
         self._step = -1
+        self._asks = 0  # how often steps were asked for
         self._must_ask = False  # has joined again, and been told of no step since
         self._closed = False
         self.rank, self.incarnation = rank, incarnation
@@ -133,9 +134,13 @@ class Client:
         self._send(wire.Data(num_samples, batch_size, last, shuffle))
 
     def ask(self, epochs: int) -> None:
-        """Ask for a step: with a batch of an epoch below ``epochs``, or on data of one's own if that is negative."""
-        self._must_ask = False
-        self._send(wire.Ask(epochs))
+        """Ask for a step: with a batch of an epoch below ``epochs``, or on data of one's own if that is negative.
+
+        The step under way, or on its way, is given up.
+        """
+        self._asks += 1
+        self._must_ask, self._later = False, None
+        self._send(wire.Ask(epochs, self._asks))
 
     def next_step(self, epochs: int) -> wire.Go | wire.Finished:
         """Wait for the next step, or to hear that there is none; the model then has the parameters to use.
@@ -209,7 +214,10 @@ class Client:
         if self.cancelled():
             return None
         self._send(wire.More(self._step))
-        answer: wire.Message = self._wait_for(wire.Batch, wire.Go, wire.Finished)
+        try:
+            answer: wire.Message = self._wait_for(wire.Batch, wire.Go, wire.Finished)
+        except _JoinedAgain:
+            return None
         if isinstance(answer, wire.Go | wire.Finished):
             self._later = answer
         return answer if isinstance(answer, wire.Batch) else None
@@ -276,6 +284,8 @@ class Client:
                     raise CommError(f"the server refused worker {self.rank}: {message.reason}")
                 case wire.Unknown():
                     self._join_again()
+                case wire.Go() | wire.Finished() if message.ask != self._asks:
+                    continue  # it was on its way when we asked anew
                 case _:
                     return message
 
