@@ -163,12 +163,19 @@ class ServedSession(Session):
             set_epoch = getattr(getattr(source, "sampler", None), "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(self.epoch)
-            for data in source:
-                self._repeat = True
-                while self._repeat:
+            of_step: list[Any] = []  # batches of a step that is not done
+            for fetched in source:
+                waiting = [fetched]
+                while waiting:
+                    data = waiting.pop(0)
+                    of_step.append(data)
                     self._repeat = False
                     self._data.batch = Fetched(data, count_examples(data), None, 0)
                     yield data
+                    if self._repeat:
+                        waiting, of_step = of_step + waiting, []
+                    elif not self._accumulating:
+                        of_step = []
             self._begin_epoch(self.epoch + 1)
 
     def _begin_epoch(self, epoch: int) -> None:
