@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import nn
 
-from paceline.errors import CommError
+from paceline.errors import CommError, WireError
 from paceline.server import messages as wire
 from paceline.server.channel import Channel, Sealing
 from paceline.server.gathering import fill_push, read_parameters
@@ -273,7 +273,12 @@ class Client:
                     return None
                 self._watch_connection(self._line)
                 continue
-            received = self._channel.receive(parts, self._into)
+            try:
+                received = self._channel.receive(parts, self._into)
+            except WireError:
+                if self._line.lost_for() >= 0:
+                    raise
+                self._join_again()  # what we sent on the new connection was refused: it is to begin with a handshake
             message = decode(received[0]) if received is not None else None
             match message:
                 case None | wire.Alive():
