@@ -68,7 +68,8 @@ class Client:
         self._closed = False
         self.rank, self.incarnation = rank, incarnation
         try:
-            self._connect()
+            with contextlib.suppress(_JoinedAgain):  # the connection was lost before the welcome, and made anew
+                self._connect()
         except BaseException:
             self.close()
             raise
