@@ -503,7 +503,8 @@ def bench_server(rounds: int, trips: int, quick: bool, as_json: bool) -> None:
         raise UsageError(f"--rounds and --trips must be at least 1, got {rounds} and {trips}")
     if quick:
         rounds, trips = 1, 2
-    rows = run_bench("server", 2, sizes=SIZES[:1] if quick else SIZES, rounds=rounds, trips=trips)
+    options = {"sizes": SIZES[:1] if quick else SIZES, "rounds": rounds, "trips": trips}
+    rows = [row for over_tcp in (False, True) for row in run_bench("server", 2, **options, over_tcp=over_tcp)]
     if as_json:
         print(json.dumps({"rounds": rounds, "trips": trips, "rows": rows}))
         return
