@@ -149,7 +149,6 @@ def _be_server(size: int, listener: Listener, memory: int) -> None:
         trainee,
         policy,
         workers=1,
-        waits_for_all=True,
         memory=memory,
         queue=WorkQueue(),
         version=0,
