@@ -82,6 +82,7 @@ class ServedSession(Session):
         self._data.epoch = welcome.epoch
         self._epochs = _OWN_DATA  # what steps are asked for
         self._go: Go | None = None  # the step handed out and not done
+        self._asked = _OWN_DATA  # what a step was asked for last
         self._answer_comes = False  # a step was asked for, or something pushed
         self._waited = 0.0
         self._repeat = False  # the last step was cancelled: its batch, if it is our own, comes again
@@ -137,6 +138,8 @@ class ServedSession(Session):
                 yield data
         finally:
             self._epochs = _OWN_DATA
+            if self._data.batch is not None:  # broken off between a batch and its step: the server gets it back
+                self._data.batch, self._go = None, None
         self._begin_epoch(end)
 
     def _next_batch(self) -> tuple[int, int] | None:
@@ -146,8 +149,7 @@ class ServedSession(Session):
             if more is not None and more.batch >= 0:
                 return more.epoch, more.batch
             self._give_up()  # cancelled; or without the rest of its batches the update cannot be made as it was meant
-            if more is not None:
-                self._client.ask(self._epochs)
+            self._answer_comes = more is None
         elif self._go is not None:  # no step was made of it
             self._client.skip()
             self._go, self._answer_comes = None, True
@@ -161,12 +163,19 @@ class ServedSession(Session):
             set_epoch = getattr(getattr(source, "sampler", None), "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(self.epoch)
-            for data in source:
-                self._repeat = True
-                while self._repeat:
+            of_step: list[Any] = []  # batches of a step that is not done
+            for fetched in source:
+                waiting = [fetched]
+                while waiting:
+                    data = waiting.pop(0)
+                    of_step.append(data)
                     self._repeat = False
                     self._data.batch = Fetched(data, count_examples(data), None, 0)
                     yield data
+                    if self._repeat:
+                        waiting, of_step = of_step + waiting, []
+                    elif not self._accumulating:
+                        of_step = []
             self._begin_epoch(self.epoch + 1)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -182,12 +191,14 @@ class ServedSession(Session):
     def refresh(self) -> None:
         if self._current is not None:
             raise UsageError(f"step {self.steps}: refresh() was called inside a step; call it after the block")
-        if self._answer_comes:  # the step that comes is given up
-            self._have_step()
-        self._go, self._accumulating = None, False
+        if self._accumulating or (self._data.batch is not None and self._epochs != _OWN_DATA):
+            raise UsageError(
+                f"step {self.steps}: refresh() was called between a batch and its step, or between accumulating ones; "
+                "call it after the step that updates the parameters"
+            )
+        self._go, self._answer_comes = None, False  # a step that comes is given up
         self._client.ask(0)
-        self._answer_comes = True
-        self._have_step()
+        self.steps = self._client.next_step(0).version
 
     def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
         """Average a number or tensor over the workers; all must call it, equally often in an epoch."""
@@ -229,8 +240,9 @@ class ServedSession(Session):
 
     def _have_step(self) -> bool:
         """Wait until there is a step to make; False if the server has no more batches."""
-        if not self._answer_comes:
+        if not self._answer_comes or self._asked != self._epochs:
             self._client.ask(self._epochs)
+            self._asked = self._epochs
         began = time.perf_counter()
         answer = self._client.next_step(self._epochs)
         self._waited = time.perf_counter() - began
@@ -244,7 +256,7 @@ class ServedSession(Session):
     def _begin(self, step: Step) -> None:
         if self._current is not None:
             raise UsageError(f"step {self.steps}: a step was opened inside another; leave the first block before")
-        if self._go is None:
+        if self._go is None or self._asked != self._epochs:
             self._have_step()
         assert self._go is not None, "the server has steps without end for those who have data of their own"
         fresh = not self._accumulating

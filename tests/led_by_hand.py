@@ -86,8 +86,11 @@ class Hand:
         return self.line.receive() is None
 
     def ask(self, epochs: int = -1) -> Go:
-        self.say(Ask(epochs))
-        return self.go()
+        asked = self.step + 100
+        self.say(Ask(epochs, asked))
+        while (go := self.go()).ask != asked:
+            pass  # it was on its way
+        return go
 
     def go(self) -> Go:
         """The step that comes next."""

@@ -160,9 +160,9 @@ def test_numbers_whose_sum_alone_is_not_finite(cluster: Cluster) -> None:
     "message",
     [
         Welcome(0, 1, 0, 0, 0, 0, 0),
-        Go(0, 0, True, 0, 0),
+        Go(0, 0, True, 0, 0, 0),
         Batch(0, 0, 0),
-        Finished(0),
+        Finished(0, 0),
         Averaged("key", (1.0,)),
         Saved("path"),
         Warned("reason"),
@@ -174,12 +174,12 @@ def test_numbers_whose_sum_alone_is_not_finite(cluster: Cluster) -> None:
 def test_what_only_a_server_may_say(cluster: Cluster, message: Message) -> None:
     hand = Hand(cluster, 0)
     assert refusal_of(hand, message) == f"wanted a message of a worker, found {type(message).__name__}"
-    hand.say(Ask(-1))
+    hand.say(Ask(-1, 1))
     hand.hear(Unknown)
 
 
 def test_batches_of_nothing(cluster: Cluster) -> None:
-    assert "nobody has said what the data is" in refusal_of(Hand(cluster, 0), Ask(1))
+    assert "nobody has said what the data is" in refusal_of(Hand(cluster, 0), Ask(1, 1))
 
 
 @pytest.mark.parametrize("size", [0, HUGE])
@@ -197,6 +197,7 @@ def test_other_data_than_the_first(cluster: Cluster) -> None:
 def test_means_of_different_lengths(cluster: Cluster) -> None:
     first, second = Hand(cluster, 0), Hand(cluster, 2)
     first.say(Mean("key", 1.0, (1.0, 2.0)))
+    cluster.until(lambda: bool(cluster.server._averages))
     assert "wanted 2 values for the mean 'key', found 1" in refusal_of(second, Mean("key", 1.0, (1.0,)))
 
 
@@ -226,7 +227,7 @@ def test_joining_again_and_again_leaves_nothing_open(cluster: Cluster) -> None:
     hand = Hand(cluster, 0)
     before = open_files()
     for _ in range(50):
-        refusal_of(hand, Finished(0))
+        refusal_of(hand, Finished(0, 0))
         hand.join(0)
     assert open_files() <= before
 

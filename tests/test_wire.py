@@ -57,9 +57,9 @@ MESSAGES = st.one_of([_some(kind) for kind in KINDS.values()])
 EXAMPLES: list[Message] = [
     Hello(-1, 0, 77, "host", False, (Described("0.weight", (3, 4), "float32", True),)),
     Push(3, 2, 64, 0.5, 0.01, b"\xff\x01"),
-    Go(3, 2, True, 0, 17),
+    Go(3, 2, True, 0, 17, 4),
     Batch(3, 0, 18),
-    Ask(10),
+    Ask(10, 1),
     Mean("loss", 1.0, (0.25, math.inf)),
     Data(1000, 64, "short", True),
     Save("run"),
@@ -143,7 +143,7 @@ BAD_BODIES = [
     (Mean, b'{"key":"a","weight":' + b"9" * 400 + b',"values":[]}', "wanted float"),
     (Mean, b'{"key":"a","weight":1.0,"values":[[1.0]]}', "Mean.values: wanted float"),
     (Mean, b'{"key":"a","weight":1.0,"values":{}}', "Mean.values: wanted tuple"),
-    (Go, bytes(16) + b"\x02" + bytes(16), "wanted 0 or 1 for a flag, found 2"),
+    (Go, bytes(16) + b"\x02" + bytes(24), "wanted 0 or 1 for a flag, found 2"),
     (Skip, bytes(7), "wanted a body of 8 bytes, found 7"),
     (Push, bytes(39), "wanted a body of at least 40 bytes, found 39"),
 ]
@@ -185,7 +185,7 @@ def test_only_a_hello_may_be_long_and_not_without_end() -> None:
 
 UNFIT: list[Message] = [
     Skip(-1),
-    Ask(2**63),
+    Ask(2**63, 1),
     Save("\udcff"),
     Mean("a", True, ()),
     Data(1, 1, "all", True),  # type: ignore[arg-type]

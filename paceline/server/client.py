@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import nn
 
-from paceline.errors import CommError
+from paceline.errors import CommError, WireError
 from paceline.server import messages as wire
 from paceline.server.channel import Channel, Sealing
 from paceline.server.gathering import fill_push, read_parameters
@@ -63,6 +63,7 @@ class Client:
         self._line: Line | None = None
         self._later: wire.Go | wire.Finished | None = None  # has come while a step was under way
         self._step = -1
+        self._asks = 0  # how often steps were asked for
         self._must_ask = False  # has joined again, and been told of no step since
         self._closed = False
         self.rank, self.incarnation = rank, incarnation
@@ -133,9 +134,13 @@ class Client:
         self._send(wire.Data(num_samples, batch_size, last, shuffle))
 
     def ask(self, epochs: int) -> None:
-        """Ask for a step: with a batch of an epoch below ``epochs``, or on data of one's own if that is negative."""
-        self._must_ask = False
-        self._send(wire.Ask(epochs))
+        """Ask for a step: with a batch of an epoch below ``epochs``, or on data of one's own if that is negative.
+
+        The step under way, or on its way, is given up.
+        """
+        self._asks += 1
+        self._must_ask, self._later = False, None
+        self._send(wire.Ask(epochs, self._asks))
 
     def next_step(self, epochs: int) -> wire.Go | wire.Finished:
         """Wait for the next step, or to hear that there is none; the model then has the parameters to use.
@@ -209,7 +214,10 @@ class Client:
         if self.cancelled():
             return None
         self._send(wire.More(self._step))
-        answer: wire.Message = self._wait_for(wire.Batch, wire.Go, wire.Finished)
+        try:
+            answer: wire.Message = self._wait_for(wire.Batch, wire.Go, wire.Finished)
+        except _JoinedAgain:
+            return None
         if isinstance(answer, wire.Go | wire.Finished):
             self._later = answer
         return answer if isinstance(answer, wire.Batch) else None
@@ -265,7 +273,12 @@ class Client:
                     return None
                 self._watch_connection(self._line)
                 continue
-            received = self._channel.receive(parts, self._into)
+            try:
+                received = self._channel.receive(parts, self._into)
+            except WireError:
+                if self._line.lost_for() >= 0:
+                    raise
+                self._join_again()  # what we sent on the new connection was refused: it is to begin with a handshake
             message = decode(received[0]) if received is not None else None
             match message:
                 case None | wire.Alive():
@@ -276,6 +289,8 @@ class Client:
                     raise CommError(f"the server refused worker {self.rank}: {message.reason}")
                 case wire.Unknown():
                     self._join_again()
+                case wire.Go() | wire.Finished() if message.ask != self._asks:
+                    continue  # it was on its way when we asked anew
                 case _:
                     return message
 

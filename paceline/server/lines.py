@@ -200,15 +200,15 @@ class _ZmqLine:
         return None
 
     def wait(self, seconds: float) -> None:
-        ready = dict(self._poller.poll(round(seconds * 1000)))
-        if self._events in ready:
+        self._poller.poll(round(seconds * 1000))
+
+    def lost_for(self) -> float:
+        while self._events.poll(0):
             event = recv_monitor_message(self._events)["event"]
             if event == zmq.EVENT_DISCONNECTED:
                 self._lost_at = time.monotonic()
             elif self._lost_at is not None:
                 self._back = True
-
-    def lost_for(self) -> float:
         if self._back:
             return -1.0
         return 0.0 if self._lost_at is None else time.monotonic() - self._lost_at

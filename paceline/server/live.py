@@ -256,7 +256,7 @@ class LiveServer:
     def _take_ask(self, member: Member, message: wire.Ask) -> None:
         if message.epochs > 0 and not self._queue.described:
             raise WireError("a batch was asked for, and nobody has said what the data is")
-        member.epochs = message.epochs
+        member.epochs, member.ask = message.epochs, message.number
         self._queue.give_back(member.rank)
         if member.idle:
             member.idle = False
@@ -366,7 +366,7 @@ class LiveServer:
         member.step, member.step_began = step, now
         tensors = self._parameters_for(member) if fresh else None
         member.figures.bytes_out += self._layouts.down.nbytes if fresh else 0
-        member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch), tensors)
+        member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch, member.ask), tensors)
 
     def _parameters_for(self, member: Member) -> memoryview | None:
         """What has to travel to a member of another host; it is sealed or copied before the next commit."""
@@ -456,7 +456,7 @@ class LiveServer:
             self._enter(member)  # all of them before the first asks again: a round needs them all
         for member in done:
             member.pushed_at = None
-            member.peer.send(wire.Finished(self._memory.version), self._parameters_for(member))
+            member.peer.send(wire.Finished(self._memory.version, member.ask), self._parameters_for(member))
 
     def _without_batches(self) -> list[Member]:
         return [

@@ -43,6 +43,7 @@ class Member:
     figures: Figures
     life: int = 0  # its incarnation, as the policy knows it
     epochs: int | None = None  # its batches are of epochs below this; None: it has not said; negative: they are its own
+    ask: int = 0  # the number of its last asking
     step: int = -1  # the one that it was sent last
     step_began: float = 0.0
     pushed_at: float | None = None  # and no new step since then

@@ -40,6 +40,7 @@ class Ask(NamedTuple):
     """Worker: give me a step."""
 
     epochs: int  # with a batch of an epoch below this; -1: my data is my own
+    number: Count  # of this worker's asking; what answers an earlier one is no longer wanted
 
 
 class Push(NamedTuple):
@@ -119,6 +120,7 @@ class Go(NamedTuple):
     fresh: bool  # the parameters are to be read anew
     epoch: int
     batch: int  # -1: none
+    ask: Count  # the number of the Ask that it answers
 
 
 class Batch(NamedTuple):
@@ -133,6 +135,7 @@ class Finished(NamedTuple):
     """Server: there are no more batches; the parameters of this version are to be read."""
 
     version: Count
+    ask: Count
 
 
 class Averaged(NamedTuple):
