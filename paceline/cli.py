@@ -37,7 +37,8 @@ class _Command(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            raise click.UsageError(str(unknown_name("command", args[0], self.commands)))
+            shown = [name for name, command in self.commands.items() if not command.hidden]
+            raise click.UsageError(str(unknown_name("command", args[0], shown)))
         return super().resolve_command(ctx, args)
 
 
@@ -412,9 +413,12 @@ def simulate(**options: Any) -> None:
     _run_study(Simulation, **options)
 
 
-@cli.group()
-def bench() -> None:
+@cli.group(cls=_Command, invoke_without_command=True)
+@click.pass_context
+def bench(context: click.Context) -> None:
     """Measure on this machine: ours against Gloo and others, in one run."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @bench.command("collectives")

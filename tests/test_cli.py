@@ -47,6 +47,8 @@ def paceline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "command": (["trian"], "Did you mean 'train'"),
+    "command that is only for supervisors": (["train-workr"], r"Known: bench, run, simulate, study, train\.$"),
+    "bench of something": (["bench", "speed"], "Known: collectives, step"),
     "option": (["train", "--epoch", "3"], "--epochs"),
     "option without a value": (["train", "--epochs"], "--epochs"),
     "argument too many": (["train", "digits", "mnist"], "mnist"),
@@ -277,7 +279,7 @@ def test_resuming_takes_the_workers_of_the_run(paceline: Any, tmp_path: Path, mo
     assert paceline("train", "--resume", "mine", "--workers", "1").code == 0
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["train", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["train", "--help"], ["bench"], ["study"]])
 def test_help_is_printed_as_it_was_laid_out(arguments: list[str], paceline: Any) -> None:
     found = paceline(*arguments)
     assert found.code in (0, 2)
