@@ -209,11 +209,13 @@ def train_worker(config: str) -> None:
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
 @click.option("--policy", help="How the workers keep pace, for a script that does not say.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def run(workers: int, policy: str | None, command: tuple[str, ...]) -> int:
     """Run a training SCRIPT (or -m MODULE) on several workers of this host."""
     from paceline.launch.supervisor import supervise
 
+    if not command:
+        raise UsageError("run wants a script or -m MODULE, as in: paceline run --workers 2 script.py ARGUMENTS")
     if policy is not None:
         from paceline.policies import parse_policy
 

@@ -104,6 +104,12 @@ def test_a_mistake_is_one_line_and_exit_2(mistake: str, as_json: bool, paceline:
     assert list(tmp_path.iterdir()) == [], "a mistake leaves nothing behind"
 
 
+def test_running_nothing_is_answered_with_an_example(paceline: Any) -> None:
+    found = paceline("run", "--workers", "2")
+    assert (found.code, found.out, found.err.count("\n")) == (2, "", 1)
+    assert "paceline run --workers 2 script.py" in found.err
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "{}", '{"train": 3}', '{"train": {}}', '{"train": {"x": 1}}'])
 def test_a_run_of_something_else_is_not_resumed(content: str, paceline: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
