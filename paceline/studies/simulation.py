@@ -84,11 +84,13 @@ class Simulation(Study):
         for name in OF_A_PROBLEM:
             if self.problem is None and getattr(self, name) is not None:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is of runs with a problem: name the problem too, as in --problem digits "
-                    "(runs without one are as long as --commits says)"
+                    f"--{name.replace('_', '-')} is of runs with a problem: name the problem too, as in --problem "
+                    "digits (runs without one are as long as --commits says)"
                 )
         if self.problem is not None and self.commits is not None:
-            raise UsageError("--commits is of runs without a problem; those with one last for --seconds of virtual time")
+            raise UsageError(
+                "--commits is of runs without a problem; those with one last for --seconds of virtual time"
+            )
         if self.depth == "formula" and self.problem is not None:
             raise UsageError("formulas know no problem: leave out --depth formula or --problem")
 
