@@ -74,7 +74,7 @@ class Trainee:
             or _count_mismatch("optimizers", len(self.optimizers), len(state["optimizers"]))
             or self._optimizer_mismatch(state["optimizer_names"])
             or self._group_mismatch(state["optimizers"])
-            or _count_mismatch("schedulers", len(self.schedulers), len(state["schedulers"]))
+            or _count_mismatch("schedulers (scheduler= of join())", len(self.schedulers), len(state["schedulers"]))
             or _presence_mismatch("a GradScaler", self.scaler is not None, state["scaler"] is not None)
             or _names_mismatch("stateful objects", self.stateful, state["stateful"])
         )
