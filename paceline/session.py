@@ -555,6 +555,12 @@ class Session:
         session = state["session"]
         self.steps, self._blocks, self.seed = session["steps"], session["blocks"], session["seed"]
         restore_streams(state["streams"])
+        if self.rank == 0 and self._trainee.has_unsaved_scheduler():
+            logger.warning(
+                "the run goes on at step %d, but a scheduler of its optimizer starts anew: it was not saved. Pass it "
+                "as join(scheduler=...), or as stateful={'scheduler': ...} if you step it yourself",
+                self.steps,
+            )
 
     def _state(self) -> dict[str, object]:
         metrics = self.run.metrics if self.run is not None else None

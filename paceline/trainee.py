@@ -91,6 +91,15 @@ class Trainee:
         for name, thing in self.stateful.items():
             thing.load_state_dict(state["stateful"][name])
 
+    def has_unsaved_scheduler(self) -> bool:
+        """Whether an optimizer has a scheduler that is not among what is saved, as far as can be told."""
+        saved = [getattr(thing, "optimizer", None) for thing in (*self.schedulers, *self.stateful.values())]
+        return any(
+            # torch's mark on an optimizer that was given to a scheduler
+            hasattr(optimizer.step, "_wrapped_by_lr_sched") and not any(optimizer is known for known in saved)
+            for optimizer in self.optimizers
+        )
+
     def _update_by(self, closure: Callable[[], Tensor]) -> None:
         if self.scaler is not None or self.clip_norm is not None or len(self.optimizers) != 1:
             raise UsageError(
