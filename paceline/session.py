@@ -72,7 +72,7 @@ def join(
     Args:
         policy: how the workers keep pace, such as ``"all-reduce"`` or ``paceline.AllReduce()``.
         scheduler: stepped once after every update. One that is stepped otherwise (per epoch, on a metric) is yours
-            to step; put it into ``stateful`` to have it saved.
+            to step; put it into ``stateful`` to have it saved, or a resumed run starts it anew.
         scaler: steps the optimizers; call ``scaler.scale(loss).backward()`` yourself.
         clip_norm: clip the gradients to this norm before every update. Clipping them yourself, after
             ``backward()`` and inside the step, works too.
