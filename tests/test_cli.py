@@ -23,8 +23,8 @@ QUICK = ("train", "quadratic", "--batch-size", "512", "--epochs", "2")  # 16 upd
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "command": (["trian"], "Did you mean 'train'"),
-    "command that is only for supervisors": (["train-workr"], r"Known: bench, run, simulate, study, train\.$"),
-    "bench of something": (["bench", "speed"], "Known: collectives, step"),
+    "command that is only for supervisors": (["train-workr"], r"Known: bench, run, serve, simulate, study, train\.$"),
+    "bench of something": (["bench", "speed"], "Known: collectives, server, step"),
     "option": (["train", "--epoch", "3"], "--epochs"),
     "option without a value": (["train", "--epochs"], "--epochs"),
     "argument too many": (["train", "digits", "mnist"], "mnist"),
@@ -36,7 +36,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "policy": (["train", "--policy", "all-redce"], "Did you mean 'all-reduce'"),
     "policy's option": (["train", "--policy", "all-reduce(overlp=true)"], "overlap"),
     "policy's form": (["train", "--policy", "all-reduce("], "all-reduce"),
-    "policy of a server": (["train", "--workers", "2", "--policy", "async"], "parameter server.*paceline simulate"),
+    "k above the workers": (["train", "--workers", "2", "--policy", "k-sync(k=3)"], "a commit needs 3 workers"),
     "optimizer": (["train", "--optimizer", "adm(lr=0.1)"], "Did you mean 'adam'"),
     "optimizer's option": (["train", "--optimizer", "sgd(momentm=0.9)"], "momentum"),
     "optimizer's value": (["train", "--optimizer", "sgd(lr=-1)"], "lr|learning rate"),
