@@ -11,7 +11,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -40,7 +40,8 @@ class _Command(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            raise click.UsageError(str(unknown_name("command", args[0], self.commands)))
+            shown = [name for name, command in self.commands.items() if not command.hidden]
+            raise click.UsageError(str(unknown_name("command", args[0], shown)))
         return super().resolve_command(ctx, args)
 
 
@@ -146,7 +147,7 @@ def train(
         respawn=respawn,
         delay=read_delay(delay, delay_unit, workers),
     )
-    config = dataclasses.replace(config, run=config.run or _free_directory(problem.name))
+    config = dataclasses.replace(config, run=config.run or _free_run(problem.name))
     try:
         if workers == 1 and not respawn and delay is None:
             result = _train_here(config, problem, as_json)
@@ -278,21 +279,25 @@ def _saved_options(run: str) -> dict[str, Any]:
     return {**saved, **schedule, "workers": workers}
 
 
-def _free_directory(problem: str) -> str:
-    """Name the first directory ``runs/PROBLEM-N`` that is not there yet, and make it ours."""
+def _free_run(problem: str) -> str:
+    return str(_free_directory("run", lambda number: f"runs/{problem}-{number}"))
+
+
+def _free_directory(option: str, name: Callable[[int], str]) -> Path:
+    """Make the first directory of those called ``name(1)``, ``name(2)``, ... that is not there yet."""
     number = 1
     while True:
-        path = Path("runs") / f"{problem}-{number}"
+        path = Path(name(number))
         try:
             path.mkdir(parents=True)
         except FileExistsError:
             number += 1
         except OSError as error:
             raise UsageError(
-                f"cannot make the run directory {path}: {error.strerror}; choose one with --run"
+                f"cannot make the directory {path}: {error.strerror}; choose one with --{option}"
             ) from error
         else:
-            return str(path)
+            return path
 
 
 @contextlib.contextmanager
@@ -342,7 +347,7 @@ class _Studies(click.Group):
         if name not in STUDIES:
             raise click.UsageError(str(unknown_name("study", name, STUDIES)))
         study = STUDIES[name]
-        run = functools.partial(_run_study, study)
+        run = functools.partial(_run_study, study, f"study-{name}")
         options = [*command_options(study), *_study_options(f"study-{name}")]
         return click.Command(name, callback=run, params=options, help=study.__doc__, short_help=study.title)
 
@@ -367,21 +372,22 @@ def _study_options(folder: str) -> list[click.Parameter]:
         click.Option(
             ["--out"],
             type=PathType(path_type=Path),
-            default=Path(folder),
-            show_default=True,
-            help="Directory for result.json, table.md and plot.png.",
+            help="Directory for result.json, table.md and plot.png.  "
+            f"[default: the first of {folder}, {folder}-2, ... that is not there]",
         ),
         click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object instead."),
     ]
 
 
-def _run_study(kind: type[Study], /, data: Path | None, seed: int, out: Path, as_json: bool, **options: Any) -> None:
+def _run_study(
+    kind: type[Study], folder: str, /, data: Path | None, seed: int, out: Path | None, as_json: bool, **options: Any
+) -> None:
     from paceline.studies import StudyContext
     from paceline.studies.files import check_folder, write_result
     from paceline.studies.terminal import print_table, progress_bar
 
     study = kind(**options)
-    check_folder(out)
+    check_folder(out or Path())
     with _stop_on_sigterm():
         with progress_bar() as tell:
             result = study.run(StudyContext(data=data, seed=seed, tell=tell))
@@ -390,6 +396,7 @@ def _run_study(kind: type[Study], /, data: Path | None, seed: int, out: Path, as
             print(json.dumps(result.as_dict(), allow_nan=False))
         else:
             print_table(result)
+        out = out or _free_directory("out", lambda number: folder if number == 1 else f"{folder}-{number}")
         write_result(result, out)
     if not as_json:
         print(f"result.json, table.md, plot.png: {out}")
@@ -424,12 +431,15 @@ def simulate(**options: Any) -> None:
     """
     from paceline.studies.simulation import Simulation
 
-    _run_study(Simulation, **options)
+    _run_study(Simulation, "simulation", **options)
 
 
-@cli.group()
-def bench() -> None:
+@cli.group(cls=_Command, invoke_without_command=True)
+@click.pass_context
+def bench(context: click.Context) -> None:
     """Measure on this machine: ours against Gloo and others, in one run."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @bench.command("collectives")
@@ -503,7 +513,8 @@ def bench_server(rounds: int, trips: int, quick: bool, as_json: bool) -> None:
         raise UsageError(f"--rounds and --trips must be at least 1, got {rounds} and {trips}")
     if quick:
         rounds, trips = 1, 2
-    rows = run_bench("server", 2, sizes=SIZES[:1] if quick else SIZES, rounds=rounds, trips=trips)
+    options = {"sizes": SIZES[:1] if quick else SIZES, "rounds": rounds, "trips": trips}
+    rows = [row for over_tcp in (False, True) for row in run_bench("server", 2, **options, over_tcp=over_tcp)]
     if as_json:
         print(json.dumps({"rounds": rounds, "trips": trips, "rows": rows}))
         return

@@ -25,7 +25,7 @@ _TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": F
     "--token-file", type=PathType(path_type=Path), help="Where the token to join with lies.  [PACELINE_TOKEN]"
 )
 @click.option("--trusted-network", is_flag=True, help="With --join, as the server: send tensors unencrypted.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def run(
     workers: int,
     policy: str | None,
@@ -41,6 +41,7 @@ def run(
 
     If the policy has a parameter server it is started beside them, unless they --join one of another host.
     """
+    _check_command("run --workers 2", command)
     from paceline.launch.joining import find_token, read_address
     from paceline.launch.service import ServerOptions
     from paceline.launch.supervisor import supervise
@@ -71,7 +72,7 @@ def run(
     help="Where the token to join with lies; made if it is not there.  [PACELINE_TOKEN, else paceline-token]",
 )
 @click.option("--trusted-network", is_flag=True, help="Let tensors go unencrypted.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def serve(
     workers: int,
     bind: str,
@@ -84,6 +85,7 @@ def serve(
 
     It prints its address and how to join it. Who has the token may join.
     """
+    _check_command("serve --workers 2", command)
     from paceline.launch.joining import find_or_make_token, reachable, read_bind
     from paceline.launch.service import ServerOptions
     from paceline.launch.supervisor import check_command, supervise
@@ -109,3 +111,10 @@ def serve(
 
 def _tell_of_interrupt() -> None:
     print("paceline: interrupted", file=sys.stderr)
+
+
+def _check_command(example: str, command: tuple[str, ...]) -> None:
+    if not command:
+        raise UsageError(
+            f"{example.split()[0]} wants a script or -m MODULE, as in: paceline {example} script.py ARGUMENTS"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ from paceline.server.live import Committed, LiveServer
 from paceline.server.work_queue import WorkQueue
 from paceline.session import Session
 from paceline.trainee import Trainee
+
+_TIME_TO_COME = 60.0  # seconds that workers of other hosts have after the others are done
 
 
 class Hosting(Alone):
@@ -76,7 +79,7 @@ class HostingSession(Session):
                     self._trainee,
                     self._server_policy,
                     workers=self.world_size,
-                    waits_for_all=place.bind is None,
+                    patience=math.inf if place.bind is None else _TIME_TO_COME,
                     memory=os.memfd_create("paceline", os.MFD_CLOEXEC) if place.memory_fd is None else place.memory_fd,
                     queue=self._hosting.queue,
                     version=self.steps,

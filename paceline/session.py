@@ -75,7 +75,7 @@ def join(
     Args:
         policy: how the workers keep pace, such as ``"all-reduce"`` or ``paceline.AllReduce()``.
         scheduler: stepped once after every update. One that is stepped otherwise (per epoch, on a metric) is yours
-            to step; put it into ``stateful`` to have it saved.
+            to step; put it into ``stateful`` to have it saved, or a resumed run starts it anew.
         scaler: steps the optimizers; call ``scaler.scale(loss).backward()`` yourself.
         clip_norm: clip the gradients to this norm before every update. Clipping them yourself, after
             ``backward()`` and inside the step, works too.
@@ -579,21 +579,24 @@ class Session:
                 self.run.checkpoints.drop_after(file)
             return found
         assert self.run is not None, "worker 0 has the run"
-        refused = []
+        refused: dict[str, list[Path]] = {}  # by the reason
         for candidate, state in self.run.checkpoints.newest():
             try:
                 if isinstance(state, CheckpointError):
                     raise state
                 found = self._checked(candidate, state)
             except CheckpointError as error:
-                logger.warning("%s; going back to the checkpoint before it", error)
-                refused.append(str(error))
+                refused.setdefault(str(error).removeprefix(f"{candidate} "), []).append(candidate)
                 continue
+            for reason, files in refused.items():
+                for bad in files:
+                    logger.warning("%s %s; going back to the checkpoint before it", bad, reason)
             self._saved_at = found["session"]["steps"]
             self._metrics_bytes = found["session"]["metrics_bytes"]
             return found
         if refused:
-            raise CheckpointError(f"no usable checkpoint in {self.run.checkpoints.path}: " + "; ".join(refused))
+            reasons = [f"{', '.join(file.name for file in files)} {reason}" for reason, files in refused.items()]
+            raise CheckpointError(f"no usable checkpoint in {self.run.checkpoints.path}: {'; '.join(reasons)}")
         return None
 
     def _checked(self, file: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -603,7 +606,10 @@ class Session:
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} does not hold the state of a session: {error!r}") from error
         if mismatch is not None or not all(isinstance(part, dict) for part in parts):
-            raise CheckpointError(f"{file} belongs to something else: {mismatch or 'its parts are no session'}")
+            raise CheckpointError(
+                f"{file} belongs to something else: {mismatch or 'its parts are no session'}; give join() what the run "
+                "was begun with, or start a new run in another directory"
+            )
         return state
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -613,6 +619,12 @@ class Session:
         session = state["session"]
         self.steps, self._blocks, self.seed = session["steps"], session["blocks"], session["seed"]
         restore_streams(state["streams"])
+        if self.rank == 0 and self._trainee.has_unsaved_scheduler():
+            logger.warning(
+                "the run goes on at step %d, but a scheduler of its optimizer starts anew: it was not saved. Pass it "
+                "as join(scheduler=...), or as stateful={'scheduler': ...} if you step it yourself",
+                self.steps,
+            )
 
     def _state(self) -> dict[str, object]:
         metrics = self.run.metrics if self.run is not None else None

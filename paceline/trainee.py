@@ -74,7 +74,7 @@ class Trainee:
             or _count_mismatch("optimizers", len(self.optimizers), len(state["optimizers"]))
             or self._optimizer_mismatch(state["optimizer_names"])
             or self._group_mismatch(state["optimizers"])
-            or _count_mismatch("schedulers", len(self.schedulers), len(state["schedulers"]))
+            or _count_mismatch("schedulers (scheduler= of join())", len(self.schedulers), len(state["schedulers"]))
             or _presence_mismatch("a GradScaler", self.scaler is not None, state["scaler"] is not None)
             or _names_mismatch("stateful objects", self.stateful, state["stateful"])
         )
@@ -90,6 +90,15 @@ class Trainee:
             self.scaler.load_state_dict(state["scaler"])
         for name, thing in self.stateful.items():
             thing.load_state_dict(state["stateful"][name])
+
+    def has_unsaved_scheduler(self) -> bool:
+        """Whether an optimizer has a scheduler that is not among what is saved, as far as can be told."""
+        saved = [getattr(thing, "optimizer", None) for thing in (*self.schedulers, *self.stateful.values())]
+        return any(
+            # torch's mark on an optimizer that was given to a scheduler
+            hasattr(optimizer.step, "_wrapped_by_lr_sched") and not any(optimizer is known for known in saved)
+            for optimizer in self.optimizers
+        )
 
     def _update_by(self, closure: Callable[[], Tensor]) -> None:
         if self.scaler is not None or self.clip_norm is not None or len(self.optimizers) != 1:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import struct
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from paceline.server.channel import Channel
 from paceline.server.handshake import Opening
 from paceline.server.layout import ModelLayouts, memory_of
-from paceline.server.lines import bytes_of, connect
+from paceline.server.lines import Line, UnixLine, bytes_of, connect
 from paceline.server.messages import Alive, Ask, Data, Described, Finished, Go, Hello, Message, Push, Welcome
 from paceline.server.wire import decode, encode
 
@@ -61,7 +64,9 @@ class Hand:
         return self.hear(Welcome)
 
     def say(self, message: Message, tensors: bytes | None = None) -> None:
+        """Send a message; the server reads it before it reads anything that is said later, by another hand too."""
         self.channel.send(self.line, encode(message), None if tensors is None else memoryview(tensors))
+        wait_until_read(self.line)
 
     def hear(self, kind: type[M]) -> M:
         """The next message, which must be of this kind."""
@@ -138,3 +143,17 @@ def batches(*hands: Hand, epochs: int = 1) -> list[int]:
     for hand in hands:
         hand.say(DATA)
     return [hand.ask(epochs).batch for hand in hands]
+
+
+def wait_until_read(line: Line | None) -> None:
+    """Wait until the server has read all that was sent on a line; what others send now comes after it."""
+    end = time.monotonic() + DEADLINE
+    while isinstance(line, UnixLine) and not line.ended and _unread(line):
+        assert time.monotonic() < end, "the server does not read"
+        time.sleep(0.0001)
+
+
+def _unread(line: UnixLine) -> int:
+    """How many bytes the other end has not read yet."""
+    (unread,) = struct.unpack("i", fcntl.ioctl(line.fileno(), termios.TIOCOUTQ, bytes(4)))
+    return int(unread)

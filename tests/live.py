@@ -104,7 +104,6 @@ class Cluster:
             self.trainee,
             self.policy,
             workers=workers,
-            waits_for_all=True,
             memory=self._memory,
             queue=self.queue,
             version=version,

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 Program = Callable[[Path], dict[str, Tensor]]
 
-DEADLINE = 50.0
+DEADLINE = 110.0
 GROUP_TIMEOUT = timedelta(seconds=30)
 
 

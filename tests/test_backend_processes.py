@@ -39,8 +39,8 @@ def kill_one(program: Program, directory: Path, seed: int) -> None:
                 continue
             kind, message, failed = result_of(process, rank, directory)
             assert kind in ("CommError", "RuntimeError"), (kind, message)
-            named = rf"rank {victim} \(process {processes[victim].pid}\) died while others were in \w+(\(.*\))?, "
-            assert re.search(named + r"collective \d+ of group '0'", message), message
+            named = rf"rank {victim} \(process {processes[victim].pid}\) ended or was killed while others were in "
+            assert re.search(named + r"\w+(\(.*\))?, collective \d+ of group '0'", message), message
             assert failed - killed < NOTICE_SECONDS
 
 
@@ -60,9 +60,7 @@ def test_a_slow_rank_is_waited_for_and_then_named(tmp_path: Path) -> None:
     assert late == ["", ""]
     for now, later in first, third:
         for message in now, later:
-            assert re.search(
-                r"rank \d waited 1\.0* s for rank 1 \(process \d+\) in all_reduce\(4 float32, sum\)", message
-            )
+            assert re.search(r"rank \d waited 1 s for rank 1 \(process \d+\) in all_reduce\(4 float32, sum\)", message)
 
 
 def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ QUICK = ("train", "quadratic", "--batch-size", "512", "--epochs", "2")  # 16 upd
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "command": (["trian"], "Did you mean 'train'"),
+    "command that is only for supervisors": (["train-workr"], r"Known: bench, run, serve, simulate, study, train\.$"),
+    "bench of something": (["bench", "speed"], "Known: collectives, server, step"),
     "option": (["train", "--epoch", "3"], "--epochs"),
     "option without a value": (["train", "--epochs"], "--epochs"),
     "argument too many": (["train", "digits", "mnist"], "mnist"),
@@ -34,7 +36,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "policy": (["train", "--policy", "all-redce"], "Did you mean 'all-reduce'"),
     "policy's option": (["train", "--policy", "all-reduce(overlp=true)"], "overlap"),
     "policy's form": (["train", "--policy", "all-reduce("], "all-reduce"),
-    "policy of a server": (["train", "--workers", "2", "--policy", "async"], "parameter server.*paceline simulate"),
+    "k above the workers": (["train", "--workers", "2", "--policy", "k-sync(k=3)"], "a commit needs 3 workers"),
     "optimizer": (["train", "--optimizer", "adm(lr=0.1)"], "Did you mean 'adam'"),
     "optimizer's option": (["train", "--optimizer", "sgd(momentm=0.9)"], "momentum"),
     "optimizer's value": (["train", "--optimizer", "sgd(lr=-1)"], "lr|learning rate"),
@@ -86,6 +88,12 @@ def test_a_mistake_is_one_line_and_exit_2(mistake: str, as_json: bool, paceline:
     assert found.err.count("\n") == 1, found.err
     assert re.search(message, found.err), found.err
     assert list(tmp_path.iterdir()) == [], "a mistake leaves nothing behind"
+
+
+def test_running_nothing_is_answered_with_an_example(paceline: Any) -> None:
+    found = paceline("run", "--workers", "2")
+    assert (found.code, found.out, found.err.count("\n")) == (2, "", 1)
+    assert "paceline run --workers 2 script.py" in found.err
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "{}", '{"train": 3}', '{"train": {}}', '{"train": {"x": 1}}'])
@@ -263,7 +271,7 @@ def test_resuming_takes_the_workers_of_the_run(paceline: Any, tmp_path: Path, mo
     assert paceline("train", "--resume", "mine", "--workers", "1").code == 0
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["train", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["train", "--help"], ["bench"], ["study"]])
 def test_help_is_printed_as_it_was_laid_out(arguments: list[str], paceline: Any) -> None:
     found = paceline(*arguments)
     assert found.code in (0, 2)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from led_by_hand import Hand
+from led_by_hand import Hand, wait_until_read
 from ledger import Ledger, Seen, samples, seen_trainee, times_used, train
 from live import Cluster
 from torch import Tensor
@@ -50,6 +50,7 @@ class Pair:
             if overtaken:
                 self.overtake()
             torch.autograd.backward(self.own.model(places).mean())
+        wait_until_read(self.session._client._line)  # before anything that the hand says next
         return step.cancelled
 
 

@@ -16,7 +16,7 @@ from loops import Crash, Parts, train_by_session
 from same_bits import assert_same, metrics_of
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from training_cases import CASES, DATASET, INPUTS, TARGETS, Augmented, classifier, compiled, dropout, mlp, momentum, sgd
 
@@ -276,3 +276,19 @@ def test_momentum_matters_here() -> None:
     train_by_session(parts, epochs=1)
     train_by_session(other, epochs=1)
     assert not torch.equal(parts.model.state_dict()["0.weight"], other.model.state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize("given", ["nowhere", "scheduler", "stateful"])
+def test_a_scheduler_that_was_not_saved_is_told(given: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert caplog.records == []  # there is nothing to tell before the run is resumed
+        model = mlp()
+        optimizer = momentum(model)
+        scheduler = ExponentialLR(optimizer, 0.9)
+        given_to_join: dict[str, Any] = {"scheduler": scheduler, "stateful": {"mine": scheduler}}
+        options = {given: given_to_join[given]} if given in given_to_join else {}
+        with paceline.join(model, optimizer, run=tmp_path, resume=True, **options) as session:
+            session.save()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (given == "nowhere")
+    assert all("join(scheduler=...)" in message and "stateful=" in message for message in told)

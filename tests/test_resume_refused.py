@@ -98,7 +98,8 @@ def test_when_all_are_torn_nothing_is_touched(crashed: Path) -> None:
     before = contents(crashed)
     with pytest.raises(CheckpointError) as caught:
         train(crashed, resume=True)
-    assert all(str(file) in str(caught.value) for file in torn)
+    assert all(file.name in str(caught.value) for file in torn)
+    assert str(crashed) in str(caught.value)
     assert contents(crashed) == before
     with pytest.raises(CheckpointError):  # the directory is free again
         train(crashed, resume=True)
@@ -177,9 +178,22 @@ def test_a_checkpoint_of_something_else_is_refused(build: Callable[[], Parts], r
         untouched = build_copy(parts)
         with pytest.raises(CheckpointError, match=reason) as caught:
             train_by_session(parts, run=run, resume=resume)
-        assert str(checkpoints(crashed)[-1]) in str(caught.value)
+        assert checkpoints(crashed)[-1].name in str(caught.value)
         assert_same(build_copy(parts), untouched)
     assert contents(crashed) == before
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_a_scheduler_more_or_less_is_told_once_with_what_to_do(
+    forgotten: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, now = (with_scheduler, dropout) if forgotten else (dropout, with_scheduler)
+    train(tmp_path, build=before, crash_at=10)
+    with pytest.raises(CheckpointError, match=r"scheduler= of join\(\).*give join\(\) what the run") as caught:
+        train(tmp_path, build=now, resume=True)
+    assert all(file.name in str(caught.value) for file in checkpoints(tmp_path))
+    assert str(caught.value).count("schedulers") == 1
+    assert caplog.records == []
 
 
 def build_copy(parts: Parts) -> list[torch.Tensor]:

@@ -42,6 +42,20 @@ def test_the_table_is_whole_on_a_narrow_terminal(simulate: Any, monkeypatch: pyt
     assert sorted(file.name for file in Path("simulation").iterdir()) == ["plot.png", "result.json", "table.md"]
 
 
+def test_older_results_are_kept(simulate: Any) -> None:
+    outs = [simulate("--policies", "sync", "--commits", commits)[1] for commits in ("5", "6", "7")]
+    folders = ["simulation", "simulation-2", "simulation-3"]
+    assert [out.splitlines()[-1].split()[-1] for out in outs] == folders
+    results = [json.loads(Path(folder, "result.json").read_text()) for folder in folders]
+    assert [result["options"]["commits"] for result in results] == [5, 6, 7]
+
+
+def test_a_directory_that_was_named_is_written_over(simulate: Any) -> None:
+    for commits in (5, 6):
+        assert simulate("--policies", "sync", "--commits", str(commits), "--out", "mine")[0] == 0
+        assert json.loads(Path("mine/result.json").read_text())["options"]["commits"] == commits
+
+
 def test_policies_times_workers_times_delays(simulate: Any) -> None:
     code, out, _ = simulate(
         "--json", "--policies", "sync,k-batch-async(k=2)", "--workers", "2,4", "--commits", "40",
@@ -66,6 +80,15 @@ def test_the_same_seed_prints_the_same_bytes(simulate: Any) -> None:
     assert simulate(*arguments) == simulate(*arguments)
     assert simulate(*problem) == simulate(*problem)
     assert simulate(*arguments)[1] != simulate(*arguments, "--seed", "1")[1]
+
+
+def test_bytes_are_only_counted_of_parameters_with_a_size(simulate: Any) -> None:
+    shown = []
+    for size in ([], ["--size", "2MB"]):
+        found = json.loads(simulate("--json", "--policies", "sync", "--workers", "2", "--commits", "5", *size)[1])
+        place = [column["name"] for column in found["columns"]].index("MB/commit")
+        shown.append(found["rows"][0][place])
+    assert shown == [None, 8.8]  # 2 workers get the parameters six times and push five times
 
 
 def test_formulas_alone(simulate: Any) -> None:
@@ -123,6 +146,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "workers that are no numbers": (["--workers", "few"], "few"),
     "commits": (["--commits", "0"], "commits must be at least 1"),
     "seconds": (["--problem", "digits", "--seconds", "0"], "seconds must be above 0"),
+    "commits of a problem": (["--problem", "digits", "--commits", "5"], "--commits.*--seconds"),
+    "seconds without a problem": (["--seconds", "5"], "--seconds.*--commits"),
+    "model without a problem": (["--model", "net1"], "--model is of.*--problem digits"),
     "problem": (["--problem", "digit"], "Did you mean 'digits'"),
     "target without problem": (["--target", "0.9"], "name the problem too"),
     "depth": (["--depth", "formule"], "Did you mean 'formula'"),

@@ -1,8 +1,9 @@
 """How long a worker's round trip to a parameter server takes: push a gradient, have it applied by SGD, pull parameters.
 
-Two processes of one thread each, the worker and the server. In one run, taking turns: our server through shared memory,
-and over loopback TCP as between hosts of a trusted network and as between others (sealed), against the same by
-``torch.distributed.rpc``, which sends the gradients and returns the parameters of a model with its own optimizer.
+Two processes of one thread each, the worker and the server. Taking turns: our server through shared memory against
+``torch.distributed.rpc``, which sends the gradients and returns the parameters of a model with its own optimizer; then
+the same over loopback TCP, ours as between hosts of a trusted network and as between others (sealed), and rpc kept from
+sharing memory too.
 """
 
 from __future__ import annotations
@@ -33,24 +34,26 @@ from paceline.trainee import Trainee
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (4 * KB, MB, 25 * MB)
-WAYS: dict[str, Sealing | None] = {"shared memory": None, "tcp, trusted": "heads", "tcp, sealed": "all"}
+LOCAL: dict[str, Sealing | None] = {"shared memory": None}
+OVER_TCP: dict[str, Sealing | None] = {"tcp, trusted": "heads", "tcp, sealed": "all"}
 _SERVER = 1  # its rank; the worker's is 0
 _TENSORS = 8  # that the parameters of more than a page are made of
 
 
-def measure(sizes: Sequence[int], rounds: int, trips: int) -> list[Row]:
+def measure(sizes: Sequence[int], rounds: int, trips: int, over_tcp: bool) -> list[Row]:
     """Measure every size; called on two ranks of the default group, the first of which is the worker."""
-    _init_rpc()
+    _init_rpc(over_tcp)
+    ways = OVER_TCP if over_tcp else LOCAL
     rows = []
     for size in sizes:
-        rows += _serve(size) if dist.get_rank() == _SERVER else _compare(size, rounds, trips)
+        rows += _serve(size, ways) if dist.get_rank() == _SERVER else _compare(size, ways, rounds, trips)
     dist.barrier()
     rpc.shutdown()
     return rows
 
 
-def _compare(size: int, rounds: int, trips: int) -> list[Row]:
-    clients = {way: _Worker(size, sealing) for way, sealing in WAYS.items()}
+def _compare(size: int, sealings: dict[str, Sealing | None], rounds: int, trips: int) -> list[Row]:
+    clients = {way: _Worker(size, sealing) for way, sealing in sealings.items()}
     ways: dict[str, Callable[[], None]] = {way: client.trip for way, client in clients.items()}
     ways["rpc"] = _WorkerOfRpc(size).trip
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -117,11 +120,11 @@ class _Worker:
         self._client.leave(failed=False)
 
 
-def _serve(size: int) -> list[Row]:
+def _serve(size: int, ways: dict[str, Sealing | None]) -> list[Row]:
     """Be the servers that the other rank compares; it is the one that has rows."""
     _ServerOfRpc.models[size] = _ServerOfRpc(size)
     threads = []
-    for sealing in WAYS.values():
+    for sealing in ways.values():
         token, memory = secrets.token_bytes(32), os.memfd_create("paceline-bench")
         listener = Listener(token)
         port = 0
@@ -146,7 +149,6 @@ def _be_server(size: int, listener: Listener, memory: int) -> None:
         trainee,
         policy,
         workers=1,
-        waits_for_all=True,
         memory=memory,
         queue=WorkQueue(),
         version=0,
@@ -216,6 +218,8 @@ class _WorkerOfRpc:
                 parameter.copy_(value)
 
 
-def _init_rpc() -> None:
+def _init_rpc(over_tcp: bool) -> None:
     rank = dist.get_rank()
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)  # type: ignore[no-untyped-call]
+    only_tcp: dict[str, Any] = {"_transports": ["uv"], "_channels": ["basic"]} if over_tcp else {}
+    options = rpc.TensorPipeRpcBackendOptions(init_method="env://", **only_tcp)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[no-untyped-call]

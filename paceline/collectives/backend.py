@@ -58,7 +58,7 @@ def create(place: Any, options: Any) -> Any:
     hosts = _hosts(place)
     without = next((rank for rank, host in enumerate(hosts) if host.startswith("!")), None)
     if without is None and len(set(hosts)) == 1:
-        return ProcessGroup(*where, place.group_id)
+        return ProcessGroup(*where, place.group_id, place.global_ranks_in_group)
     if without is None and len(set(hosts)) < len(hosts):
         return TwoLevelGroup(*where, place.group_id, hosts)
     if without is not None and place.group_rank == 0:
@@ -119,9 +119,13 @@ class ProcessGroup(PythonGroup):
     The methods have the names and arguments that ``torch.distributed`` calls them by.
     """
 
-    def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+    def __init__(
+        self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str, part: Sequence[int] = ()
+    ) -> None:
+        """``part`` are the group's ranks in the whole world, if it is but a part of it: messages name them."""
         super().__init__(store, rank, size, timeout, name)
-        self._shared = SharedGroup(store, rank, size, timeout=timeout.total_seconds(), name=name)
+        title = f"{name} (ranks {', '.join(map(str, part))})" if part else name
+        self._shared = SharedGroup(store, rank, size, timeout=timeout.total_seconds(), name=title)
         self._announcer = Announcer(name)
 
     def shutdown(self) -> None:

@@ -241,10 +241,10 @@ void Mailbox::check() {
       const bool any = message.peer == any_source;
       const std::string peer = any ? "any rank" : segment_.who(message.peer);
       const std::string what = (message.what.kind == Kind::send ? " to " : " from ") + peer + ", " + segment_.where(message.what);
-      if (any ? alone : gone[message.peer]) segment_.fail((any ? "all other ranks" : peer) + " died or left during a message" + what);
+      if (any ? alone : gone[message.peer])
+        segment_.fail((any ? "all other ranks" : peer) + " ended, was killed or left during a message" + what);
       if (now >= message.deadline)
-        segment_.fail("rank " + std::to_string(rank_) + " waited " + std::to_string(segment_.member.timeout) +
-                      " s for a message" + what);
+        segment_.fail(segment_.waited_for() + "a message" + what);
     };
     for (const auto& queue : sends_)
       if (!queue.empty()) look_at(*queue.front());

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cstdio>
 #include <cstring>
 #include <ctime>
 
@@ -125,6 +126,12 @@ std::string Segment::who(int rank) {
   return "rank " + std::to_string(rank) + " (process " + std::to_string(control(rank).pid.load()) + ")";
 }
 
+std::string Segment::waited_for() const {
+  char seconds[32];
+  snprintf(seconds, sizeof(seconds), "%g", member.timeout);
+  return "rank " + std::to_string(member.rank) + " waited " + seconds + " s for ";
+}
+
 void Segment::publish(uint32_t step) {
   Control& own = control(member.rank);
   seen_[member.rank] = step;
@@ -227,14 +234,13 @@ void Segment::check_missing(uint32_t step) {
     if (reached(at, step)) continue;
     if (gone) {
       const bool left = control(rank).left.load(std::memory_order_acquire) != 0;
-      fail(who(rank) + (left ? " left the group" : " died") + " while others were in " + where(current));
+      fail(who(rank) + (left ? " left the group" : " ended or was killed") + " while others were in " + where(current));
     }
     if (!reached(at, latest)) late.clear(), latest = at;
     if (at == latest) late += (late.empty() ? "" : ", ") + who(rank);
   }
   if (Clock::now() >= deadline)
-    fail("rank " + std::to_string(member.rank) + " waited " + std::to_string(member.timeout) + " s for " + late + " in " +
-         where(current));
+    fail(waited_for() + late + " in " + where(current));
   if (interrupted && interrupted()) fail("rank " + std::to_string(member.rank) + " was interrupted in " + where(current));
 }
 

@@ -132,6 +132,7 @@ class Segment {
   [[noreturn]] void fail(const std::string& text);
   bool is_gone(int rank);
   std::string who(int rank);
+  std::string waited_for() const;  // the beginning of a message
 
   const Member member;
   const std::shared_ptr<File> file;

@@ -206,31 +206,47 @@ class Listener:
 
     def _read_line(self, number: int) -> Iterator[tuple[Peer, Heard]]:
         line, peer = self._lines[number]
-        try:
-            while (parts := line.receive()) is not None:
+        while number in self._lines:  # what we give may lead to its end
+            try:
+                parts = line.receive()
+                if parts is None:
+                    break
                 if peer is None:
-                    channel, reply = self._greet(parts, "none")
-                    line.send_multipart([reply])
-                    peer = Peer(line, None, channel)
-                    self._lines[number] = line, peer
-                elif (message := peer.receive(parts)) is not None:
-                    yield peer, message
-                if number not in self._lines:  # what we gave has led to its end
-                    return
-        except HandshakeRefused as error:
-            line.send_multipart([error.reply])
-            self._refuse_stranger(error)
-            self._hang_up(number)
-        except WireError as error:
-            if peer is None:
-                self._refuse_stranger(error)
+                    peer = self._let_in(line, parts)
+                    continue
+            except WireError as error:  # nothing that follows on this line can be understood
                 self._hang_up(number)
-            else:
+                yield from self._hung_up(peer, error)
+                return
+            try:
+                message = peer.receive(parts)
+            except WireError as error:
                 yield peer, error
+                continue
+            if message is not None:
+                yield peer, message
         if line.ended and number in self._lines:
             self._hang_up(number)
             if peer is not None:
                 yield peer, Ended()
+
+    def _let_in(self, line: UnixLine, parts: Sequence[bytes]) -> Peer:
+        try:
+            channel, reply = self._greet(parts, "none")
+        except HandshakeRefused as error:
+            self._refuse_stranger(error)
+            line.send_multipart([error.reply])
+            raise
+        peer = Peer(line, None, channel)
+        self._lines[line.fileno()] = line, peer
+        line.send_multipart([reply])
+        return peer
+
+    def _hung_up(self, peer: Peer | None, error: WireError) -> Iterator[tuple[Peer, Heard]]:
+        if peer is not None:
+            yield peer, Ended()
+        elif not isinstance(error, HandshakeRefused):
+            self._refuse_stranger(error)
 
     def _hang_up(self, number: int) -> None:
         line, _ = self._lines.pop(number)

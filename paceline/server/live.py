@@ -67,7 +67,7 @@ class Host(Protocol):
 class LiveServer:
     """Serve ``trainee`` under ``policy`` to ``workers`` workers, of whom those of this host share ``memory``.
 
-    With ``waits_for_all`` it does not end before all of them have joined, or are said to be gone.
+    When those who have joined have left, it waits ``patience`` seconds for the others, unless they are said to be gone.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LiveServer:
         policy: ServerPolicy,
         *,
         workers: int,
-        waits_for_all: bool,
+        patience: float = math.inf,
         memory: int,
         queue: WorkQueue,
         version: int,
@@ -88,7 +88,7 @@ class LiveServer:
         self._policy, self._host, self._listener = policy, host, listener
         self._model = ModelLayouts.describe(trainee.model)
         self._layouts = ModelLayouts(trainee.model)
-        self._workers, self._waits_for_all = workers, waits_for_all
+        self._workers, self._patience = workers, patience
         self._seed = seed % 2**63  # what a message holds: torch's own seeds have 64 bits
         self._memory = SharedMemory(
             memory, down=self._layouts.down.nbytes, up=self._layouts.up.nbytes, slots=workers, create=True
@@ -108,7 +108,7 @@ class LiveServer:
         self._arrived: dict[decided.Push, float] = {}  # pushes not committed yet, and when they came
         self._averages: dict[str, Average] = {}
         self._saves: list[tuple[Peer, str]] = []
-        self._left_well = False
+        self._left_at: float | None = None  # when a worker last left because it was done
         self._began = time.monotonic()
 
     def serve(self, asked_to_stop: Callable[[], bool]) -> bool:
@@ -116,14 +116,14 @@ class LiveServer:
         while not asked_to_stop():
             for peer, heard in self._listener.hear(_TICK):
                 self._take_in(peer, heard)
-            if self._left_well and not self._members and not self._awaits_more():
+            if not self._members and self._left_at is not None and not self._awaits_more(self._left_at):
                 return True
         for member in self._members.values():
             member.peer.send(wire.Refused("the run was asked to stop"))
         return False
 
-    def _awaits_more(self) -> bool:
-        return self._waits_for_all and NOT_YET in self._state.members.values()
+    def _awaits_more(self, since: float) -> bool:
+        return NOT_YET in self._state.members.values() and self._now() < since + self._patience
 
     def worker_is_gone(self, rank: int) -> None:
         """A worker that we may never have heard of will not come (back)."""
@@ -187,7 +187,8 @@ class LiveServer:
                 if member.rank == min(self._members):  # all say the same
                     self._host.note(message.event, {**_values_of(message), "worker": member.rank})
             case wire.Leave():
-                self._left_well = self._left_well or not message.failed
+                if not message.failed:
+                    self._left_at = self._now()
                 self._listener.forget(member.peer)
                 self._leave(member)
             case wire.Alive():

@@ -36,6 +36,7 @@ TIMES = (
 def times_row(case: Scenario, learned: Learned) -> tuple[Cell, ...]:
     """A row of the table ``TIMES``."""
     run = learned.run
+    moved = run.bytes_in + run.bytes_out
     return (
         run.policy,
         run.workers,
@@ -48,7 +49,7 @@ def times_row(case: Scenario, learned: Learned) -> tuple[Cell, ...]:
         run.staleness,
         100 * run.waiting,
         100 * run.thrown_away,
-        (run.bytes_in + run.bytes_out) / run.commits / 1e6,
+        None if moved == case.nbytes == 0 else moved / run.commits / 1e6,
     )
 
 

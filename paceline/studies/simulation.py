@@ -37,6 +37,9 @@ from paceline.virtual.quantities import SIZES, read_quantity
 from paceline.virtual.simulate import Scenario
 
 Depth = Literal["formula", "time"]
+COMMITS = 1000
+SECONDS = 500.0
+OF_A_PROBLEM = ("model", "optimizer", "batch_size", "seconds", "target")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ class Simulation(Study):
     workers: tuple[int, ...] = option((8,), "Numbers of workers.")
     delays: tuple[str, ...] = option(("1+exp(0.5)",), "How long a worker computes on a mini-batch.")
     depth: str = option("time", "formula: closed forms only, where there are any.")
-    commits: int = option(1000, "Commits of every run without a problem.")
+    commits: int | None = option(None, f"Commits of every run without a problem.  [default: {COMMITS}]")
     link: str = option("instant", "Of the server, or of every peer, such as 50us 10Gbit/s.")
     size: str | None = option(None, "Of the parameters, such as 25MB.  [default: the model's]")
     examples: int = option(1, "In a mini-batch; under strong scaling, in that of all workers.")
@@ -63,7 +66,7 @@ class Simulation(Study):
     model: str | None = option(None, "Another model than the problem's own.")
     optimizer: str | None = option(None, "Of the server.  [default: the problem's]")
     batch_size: int | None = option(None, "Of each worker.  [default: the problem's]")
-    seconds: float = option(500.0, "Virtual seconds of every run with a problem.")
+    seconds: float | None = option(None, f"Virtual ones, of every run with a problem.  [default: {SECONDS:g}]")
     points: int = option(40, "Evaluations in that time.")
     target: float | None = option(None, "Of the problem's metric: when is it reached?")
 
@@ -74,12 +77,20 @@ class Simulation(Study):
         for name in ("policies", "workers", "delays"):
             if not getattr(self, name):
                 raise UsageError(f"--{name} is empty: name at least one, as in {Simulation.__dict__[name]}")
-        if self.commits < 1:
+        if self.commits is not None and self.commits < 1:
             raise UsageError(f"commits must be at least 1, got {self.commits}")
-        if not 0 < self.seconds < math.inf:
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise UsageError(f"seconds must be above 0 and finite, got {self.seconds:g}")
-        if self.target is not None and self.problem is None:
-            raise UsageError("a target is one of a problem's metric: name the problem too, as in --problem digits")
+        for name in OF_A_PROBLEM:
+            if self.problem is None and getattr(self, name) is not None:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is of runs with a problem: name the problem too, as in --problem "
+                    "digits (runs without one are as long as --commits says)"
+                )
+        if self.problem is not None and self.commits is not None:
+            raise UsageError(
+                "--commits is of runs without a problem; those with one last for --seconds of virtual time"
+            )
         if self.depth == "formula" and self.problem is not None:
             raise UsageError("formulas know no problem: leave out --depth formula or --problem")
 
@@ -89,7 +100,9 @@ class Simulation(Study):
             return self._formulas(cases, context)
         with one_thread():
             problem, course = self._course(context)
-            runs = run_cases(cases, context, commits=self.commits, seconds=self.seconds, course=course)
+            runs = run_cases(
+                cases, context, commits=self.commits or COMMITS, seconds=self.seconds or SECONDS, course=course
+            )
         if not runs.done:
             raise KeyboardInterrupt
         return self._result(runs, problem, context, len(cases))
@@ -174,8 +187,8 @@ class Simulation(Study):
         if not late:
             return None
         return (
-            f"{problem.metric.name} {self.target:g} was not reached by {', '.join(late)} within {self.seconds:g} "
-            "virtual seconds; give more with --seconds, or a nearer --target"
+            f"{problem.metric.name} {self.target:g} was not reached by {', '.join(late)} within "
+            f"{self.seconds or SECONDS:g} virtual seconds; give more with --seconds, or a nearer --target"
         )
 
     def _plot(self, runs: Runs, problem: Problem | None) -> tuple[Axis, Axis, tuple[Series, ...]]:

@@ -1,0 +1,119 @@
+"""A server on one host and workers on another: network namespaces, so that what passes between them is encrypted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.append(str(REPOSITORY / "benchmarks"))
+
+from two_hosts import Host, NotPossibleError, two_hosts  # noqa: E402
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import os, sys, time, torch, paceline
+from pathlib import Path
+torch.manual_seed(0)
+torch.set_num_threads(1)
+data = [torch.full((3,), float(i)) for i in range(64)]
+model = torch.nn.Linear(3, 1)
+with paceline.join(model, torch.optim.SGD(model.parameters(), lr=1e-4), policy=sys.argv[2]) as session:
+    for number, x in enumerate(session.batches(data, batch_size=2, epochs=2)):
+        with session.step():
+            model(x).mean().backward()
+        Path(sys.argv[1], f"worker-{session.rank}").write_text(str(os.getpid()))
+        time.sleep(float(sys.argv[3]))
+    print(f"version {session.steps} weight {model.weight.sum().item():.6f}")
+"""
+
+
+class Run:
+    """A server on the first host, and workers on the second."""
+
+    def __init__(self, hosts: list[Host], folder: Path, stack: contextlib.ExitStack) -> None:
+        self.hosts, self.folder, self._stack = hosts, folder, stack
+        (folder / "script.py").write_text(SCRIPT)
+        (folder / "token").write_text(secrets.token_hex(32))
+        (folder / "token").chmod(0o600)
+
+    def start(self, place: int, *arguments: str) -> subprocess.Popen[str]:
+        command = ["ip", "netns", "exec", self.hosts[place].namespace, sys.executable, "-m", "paceline", *arguments]
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._stack.enter_context(process)
+        self._stack.callback(process.kill)
+        return process
+
+    def serve(self, policy: str, pause: float = 0.0) -> subprocess.Popen[str]:
+        address = f"{self.hosts[0].address}:7777"
+        options = ["--workers", "2", "--bind", address, "--token-file", "token"]
+        return self.start(0, "serve", *options, "script.py", str(self.folder), policy, str(pause))
+
+    def join(self, policy: str, pause: float = 0.0, token: str = "token", workers: int = 2) -> subprocess.Popen[str]:
+        options = ["--workers", str(workers), "--join", f"{self.hosts[0].address}:7777", "--token-file", token]
+        return self.start(1, "run", *options, "script.py", str(self.folder), policy, str(pause))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    try:
+        with two_hosts("1gbit") as hosts, contextlib.ExitStack() as stack:
+            yield Run(hosts, tmp_path, stack)
+    except NotPossibleError as error:
+        pytest.skip(str(error))
+
+
+def ended(process: subprocess.Popen[str], code: int = 0) -> str:
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == code, out
+    return out
+
+
+def test_a_run_over_two_hosts(run: Run) -> None:
+    server, workers = run.serve("k-async(k=2)"), run.join("k-async(k=2)")
+    told = set(re.findall(r"version \d+ weight \S+", ended(workers)))
+    assert len(told) == 1 and next(iter(told)).startswith("version 32 "), told
+    assert f"serving at tcp://{run.hosts[0].address}:7777" in ended(server)
+
+
+def test_a_worker_without_the_token_is_refused_and_the_run_unharmed(run: Run) -> None:
+    (run.folder / "wrong").write_text(secrets.token_hex(32))
+    (run.folder / "wrong").chmod(0o600)
+    server = run.serve("async")
+    assert "the token is not the server's" in ended(run.join("async", token="wrong", workers=1), code=1)
+    assert "version 64 " in ended(run.join("async"))
+    assert "refused a stranger" in ended(server)
+
+
+def test_a_worker_killed_on_the_other_host_is_missed_within_two_seconds(run: Run) -> None:
+    server, workers = run.serve("sync", pause=0.05), run.join("sync", pause=0.05)
+    files = [run.folder / "worker-0", run.folder / "worker-1"]
+    while not all(file.exists() for file in files):
+        assert workers.poll() is None and server.poll() is None
+        time.sleep(0.05)
+    os.kill(int(files[1].read_text()), signal.SIGKILL)
+    killed = time.monotonic()
+    before = files[0].stat().st_mtime_ns
+    while files[0].stat().st_mtime_ns == before or time.monotonic() < killed + 0.2:
+        assert time.monotonic() < killed + 10, "the other worker never goes on"
+        time.sleep(0.01)
+    assert "worker 1 was killed by SIGKILL; the run goes on with 1" in ended(workers)
+    ended(server)
