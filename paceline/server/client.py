@@ -68,7 +68,8 @@ class Client:
         self._closed = False
         self.rank, self.incarnation = rank, incarnation
         try:
-            self._connect()
+            with contextlib.suppress(_JoinedAgain):  # the connection was lost before the welcome, and made anew
+                self._connect()
         except BaseException:
             self.close()
             raise
@@ -77,12 +78,15 @@ class Client:
 
     def _connect(self) -> None:
         """Meet the server, for the first time or after it has taken us for gone."""
-        if self._line is not None:
-            self._line.close()
-        self._line = connect(self._address)
-        opening = Opening(self._token, self._sealing)
-        self._line.send_multipart([opening.hello()])
-        self._channel: Channel = opening.finish(bytes_of(self._first_answer()[0]))
+        deadline, answer = time.monotonic() + _TIME_TO_ANSWER, None
+        while answer is None:
+            if self._line is not None:
+                self._line.close()
+            self._line = connect(self._address)
+            opening = Opening(self._token, self._sealing)
+            self._line.send_multipart([opening.hello()])
+            answer = self._first_answer(deadline)
+        self._channel: Channel = opening.finish(bytes_of(answer[0]))
         self._into: memoryview | None = None
         local = self._memory_file is not None
         model = tuple(wire.Described(*entry) for entry in ModelLayouts.describe(self._model))
@@ -91,11 +95,14 @@ class Client:
         self.rank, self.incarnation, self.welcome = welcome.rank, welcome.incarnation, welcome
         self._make_room(welcome)
 
-    def _first_answer(self) -> Sequence[Any]:
+    def _first_answer(self, deadline: float) -> Sequence[Any] | None:
+        """What the server answers to a handshake; None if the connection was lost meanwhile, and is another now."""
         assert self._line is not None
-        deadline = time.monotonic() + _TIME_TO_ANSWER
         while (answer := self._line.receive()) is None:
-            if time.monotonic() > deadline or self._line.lost_for() == math.inf:
+            lost = self._line.lost_for()
+            if lost < 0:
+                return None
+            if time.monotonic() > deadline or lost == math.inf:
                 raise CommError(
                     f"no answer from a server at {self._address} within {_TIME_TO_ANSWER:.0f} s; is it running, is the "
                     "token the one that it was started with, and do both say --trusted-network or neither?"

@@ -1,0 +1,151 @@
+"""Workers from elsewhere whose connection is lost: they come back, and no batch is lost or used twice."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from led_by_hand import Hand
+from ledger import Seen, samples, seen_trainee, times_used, train
+from live import DEADLINE, Cluster
+
+from paceline.served import ServedSession
+from paceline.trainee import Trainee
+
+pytestmark = pytest.mark.timeout(60)
+
+COUNT = 24
+
+
+class Network:
+    """Carries connections to an address until it is cut; new ones can be made at once."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._target = host, int(port)
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._door.getsockname()[1]}"
+        self._ends: list[socket.socket] = []
+        self.connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._door.accept()
+                far = socket.create_connection(self._target)
+            except OSError:
+                return
+            self._ends += [near, far]
+            self.connections += 1
+            for source, target in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        self._end(source, target)
+
+    def _end(self, *ends: socket.socket) -> None:
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def cut(self) -> None:
+        ends, self._ends = self._ends, []
+        self._end(*ends)
+
+    def close(self) -> None:
+        self._end(self._door)
+        self.cut()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster("sync", seen_trainee(COUNT)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def network(cluster: Cluster) -> Iterator[Network]:
+    network = Network(cluster.tcp_address)
+    yield network
+    network.close()
+
+
+def test_a_worker_comes_back_while_it_waits(cluster: Cluster, network: Network) -> None:
+    other, own = Hand(cluster, 1, model=Seen(COUNT)), seen_trainee(COUNT)
+    with cluster.session(own, 0, address=network.address) as session:
+        other.ask()
+
+        def work() -> list[bool]:
+            cancelled = train(session, own.model, [[torch.arange(COUNT)]], epochs=1)
+            session.refresh()
+            return cancelled
+
+        def cut() -> None:
+            cluster.until(lambda: bool(cluster.server._state.pending))
+            network.cut()
+            cluster.until(lambda: cluster.server._lives[0] == 1)
+            other.push(0.0, examples=0)
+
+        assert cluster.together([work, cut])[0] == [False]
+        assert session.steps == 1
+    assert times_used(cluster) == [1.0] * COUNT, "its push stays"
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_worker_comes_back_after_computing(cluster: Cluster, network: Network, accumulate: bool) -> None:
+    """What it has computed is not wanted any more: its batch was given back when it was gone."""
+    own = seen_trainee(COUNT)
+    cluster.server.worker_is_gone(1)
+    with cluster.session(own, 0, address=network.address) as session:
+        given = []
+        for number, (places,) in enumerate(session.batches(samples(COUNT), 8, epochs=1, shuffle=False)):
+            given.append(int(places[0]))
+            with session.step(accumulate=accumulate and number == 0):
+                torch.autograd.backward(own.model(places).mean())
+                if number == 0:
+                    network.cut()
+                    cluster.until(lambda: network.connections == 2)
+        assert given[:2] == [0, 0]
+    assert times_used(cluster) == [1.0] * COUNT
+
+
+@pytest.mark.parametrize("policy", ["sync", "k-sync(k=2)", "k-batch-async(k=3)", "ssp(bound=1)"])
+def test_connections_that_are_lost_again_and_again(policy: str) -> None:
+    workers, epochs = 3, 6
+    all_done = threading.Barrier(workers)  # the server would end when the first has left and the others are cut off
+
+    def work(session: ServedSession, own: Trainee) -> None:
+        train(session, own.model, samples(COUNT), batch_size=2, epochs=epochs, before_step=lambda: time.sleep(0.005))
+        all_done.wait(DEADLINE)
+
+    with Cluster(policy, seen_trainee(COUNT), workers=workers) as cluster:
+        networks = [Network(cluster.tcp_address) for _ in range(workers)]
+
+        def one(rank: int) -> None:
+            own = seen_trainee(COUNT)
+            with cluster.session(own, rank, address=networks[rank].address) as session:
+                work(session, own)
+
+        def cut() -> None:
+            source = random.Random(3)
+            while all_done.n_waiting < workers - 1 and not all_done.broken:
+                time.sleep(0.05)
+                source.choice(networks).cut()
+
+        threading.Thread(target=cut, daemon=True).start()
+        cluster.together([lambda rank=rank: one(rank) for rank in range(workers)])  # type: ignore[misc]
+        for network in networks:
+            network.close()
+    assert times_used(cluster) == [float(epochs)] * COUNT
+    assert sum(network.connections for network in networks) > workers
