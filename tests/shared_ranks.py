@@ -42,6 +42,7 @@ class DirectoryStore:
             time.sleep(0.001)
 
     def get(self, key: str) -> bytes:
+        self.wait([key], timedelta(seconds=DEADLINE))
         return self._file(key).read_bytes()
 
     def _file(self, key: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -303,7 +304,7 @@ def test_more_than_there_can_be_is_refused_and_harms_nothing(tmp_path: Path) -> 
     """Whatever the host says about its free memory."""
 
     def work(group: SharedGroup) -> list[str]:
-        messages = [failure_of(lambda n=n: group.allocate(n)) for n in (1 << 61, 1 << 62, (1 << 63) - 1)]
+        messages = [failure_of(functools.partial(group.allocate, n)) for n in (1 << 61, 1 << 62, (1 << 63) - 1)]
         region = group.allocate(100_000)
         np.frombuffer(memoryview(region), dtype=np.uint8)[:] = 1
         return messages
