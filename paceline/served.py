@@ -206,7 +206,7 @@ class ServedSession(Session):
         self._means += 1
         weight = 1.0 if examples is None else float(examples)
         values = tuple(tensor.reshape(-1).double().tolist())
-        averaged = self._client.mean(f"{self.epoch}/{self._means}", weight, values)
+        averaged = self._client.mean(self.epoch, f"{self.epoch}/{self._means}", weight, values)
         return (
             torch.tensor(averaged, dtype=torch.float64).reshape(tensor.shape).to(tensor.device, averaged_dtype(tensor))
         )

@@ -196,14 +196,14 @@ def test_other_data_than_the_first(cluster: Cluster) -> None:
 
 def test_means_of_different_lengths(cluster: Cluster) -> None:
     first, second = Hand(cluster, 0), Hand(cluster, 2)
-    first.say(Mean("key", 1.0, (1.0, 2.0)))
+    first.say(Mean(0, "key", 1.0, (1.0, 2.0)))
     cluster.until(lambda: bool(cluster.server._averages))
-    assert "wanted 2 values for the mean 'key', found 1" in refusal_of(second, Mean("key", 1.0, (1.0,)))
+    assert "wanted 2 values for the mean 'key', found 1" in refusal_of(second, Mean(0, "key", 1.0, (1.0,)))
 
 
 def test_a_mean_that_would_not_fit_into_a_message(cluster: Cluster) -> None:
     """The values do, as 1 or 2; their mean has more digits."""
-    assert "wanted at most 2000 values for a mean" in refusal_of(Hand(cluster, 0), Mean("key", 1.0, (1.0,) * 16_000))
+    assert "wanted at most 2000 values for a mean" in refusal_of(Hand(cluster, 0), Mean(0, "key", 1.0, (1.0,) * 16_000))
 
 
 @pytest.mark.parametrize("values", ["[]", "nothing", '{"a":', "[" * 10_000])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from led_by_hand import batches, cluster_of_hands
 
-from paceline.server.messages import Batch, Leave, More, Skip
+from paceline.server.messages import Ask, Batch, Finished, Leave, More, Skip
 
 pytestmark = pytest.mark.timeout(40)
 
@@ -146,6 +146,18 @@ def test_more_batches_for_the_same_step() -> None:
         second.push(1.0)
         second.go()
         second.say(Leave(failed=False))
+
+
+def test_the_newest_parameters_are_had_without_a_commit() -> None:
+    """Who wants no batch ends nothing: what others have pushed waits on."""
+    with cluster_of_hands("k-batch-async(k=3)", 2) as (cluster, (first, second)):
+        batches(first, second)
+        first.push(1.0)
+        assert first.go().batch == 2
+        second.say(Ask(0, 7))
+        assert second.finish() == Finished(0, 7)
+        assert not cluster.host.commits
+        assert second.ask(1).batch == 1, "what it had given up"
 
 
 def test_asking_again_gives_up_what_was_under_way() -> None:

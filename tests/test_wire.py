@@ -60,7 +60,7 @@ EXAMPLES: list[Message] = [
     Go(3, 2, True, 0, 17, 4),
     Batch(3, 0, 18),
     Ask(10, 1),
-    Mean("loss", 1.0, (0.25, math.inf)),
+    Mean(0, "loss", 1.0, (0.25, math.inf)),
     Data(1000, 64, "short", True),
     Save("run"),
     Alive(),
@@ -140,9 +140,9 @@ BAD_BODIES = [
     (Data, b'{"num_samples":true,"batch_size":1,"last":"pad","shuffle":true}', "wanted a whole number of 0 or more"),
     (Data, b'{"num_samples":1.0,"batch_size":1,"last":"pad","shuffle":true}', "wanted a whole number of 0 or more"),
     (Data, b'{"num_samples":' + b"9" * 5000 + b"}", "wanted a JSON object"),
-    (Mean, b'{"key":"a","weight":' + b"9" * 400 + b',"values":[]}', "wanted float"),
-    (Mean, b'{"key":"a","weight":1.0,"values":[[1.0]]}', "Mean.values: wanted float"),
-    (Mean, b'{"key":"a","weight":1.0,"values":{}}', "Mean.values: wanted tuple"),
+    (Mean, b'{"epoch":0,"key":"a","weight":' + b"9" * 400 + b',"values":[]}', "wanted float"),
+    (Mean, b'{"epoch":0,"key":"a","weight":1.0,"values":[[1.0]]}', "Mean.values: wanted float"),
+    (Mean, b'{"epoch":0,"key":"a","weight":1.0,"values":{}}', "Mean.values: wanted tuple"),
     (Go, bytes(16) + b"\x02" + bytes(24), "wanted 0 or 1 for a flag, found 2"),
     (Skip, bytes(7), "wanted a body of 8 bytes, found 7"),
     (Push, bytes(39), "wanted a body of at least 40 bytes, found 39"),
@@ -187,7 +187,7 @@ UNFIT: list[Message] = [
     Skip(-1),
     Ask(2**63, 1),
     Save("\udcff"),
-    Mean("a", True, ()),
+    Mean(0, "a", True, ()),
     Data(1, 1, "all", True),  # type: ignore[arg-type]
 ]
 
@@ -199,4 +199,4 @@ def test_what_no_message_can_hold_is_not_written(message: Message) -> None:
 
 
 def test_whole_numbers_are_floats_where_floats_are_wanted() -> None:
-    assert decode(encode(Mean("a", 1, (2, 3)))) == Mean("a", 1.0, (2.0, 3.0))
+    assert decode(encode(Mean(0, "a", 1, (2, 3)))) == Mean(0, "a", 1.0, (2.0, 3.0))

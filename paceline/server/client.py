@@ -231,12 +231,12 @@ class Client:
 
     # Other wishes --------------------------------------------------------------------------------------------
 
-    def mean(self, key: str, weight: float, values: tuple[float, ...]) -> tuple[float, ...]:
+    def mean(self, epoch: int, key: str, weight: float, values: tuple[float, ...]) -> tuple[float, ...]:
         """Average values over all workers, each of whom calls this with the same key."""
         most = wire.MOST_VALUES
         parts = [values[start : start + most] for start in range(0, len(values), most)]
         means = [
-            self._request(wire.Mean(f"{key}/{place}", weight, part), wire.Averaged).values
+            self._request(wire.Mean(epoch, f"{key}/{place}", weight, part), wire.Averaged).values
             for place, part in enumerate(parts)
         ]
         return tuple(number for mean in means for number in mean)

@@ -24,10 +24,11 @@ from paceline.policies import messages as decided
 from paceline.policies.server import ServerPolicy
 from paceline.policies.state import NOT_YET
 from paceline.server import messages as wire
+from paceline.server.averages import Averages
 from paceline.server.gathering import MeanOfPushes, adopt, not_finite, publish
 from paceline.server.layout import Laid, ModelLayouts, memory_of
 from paceline.server.listening import Ended, Heard, Listener, Peer
-from paceline.server.members import Average, Figures, Member
+from paceline.server.members import Figures, Member
 from paceline.server.memory import SharedMemory
 from paceline.server.work_queue import WorkQueue
 from paceline.trainee import Trainee
@@ -106,7 +107,8 @@ class LiveServer:
         self._figures: dict[int, Figures] = {}
         self._todo: deque[decided.Action] = deque()
         self._arrived: dict[decided.Push, float] = {}  # pushes not committed yet, and when they came
-        self._averages: dict[str, Average] = {}
+        self._averages = Averages()
+        self._start_epoch = queue.epoch
         self._saves: list[tuple[Peer, str]] = []
         self._left_at: float | None = None  # when a worker last left because it was done
         self._began = time.monotonic()
@@ -210,6 +212,8 @@ class LiveServer:
             self._leave(self._members[rank])
         figures = self._figures.setdefault(rank, Figures())
         member = Member(rank=rank, peer=peer, gradients=Laid(self._layouts.up, gradients), local=local, figures=figures)
+        if self._queue.epoch > self._start_epoch:
+            member.first_epoch = self._queue.epoch
         self._members[rank] = self._by_peer[peer] = member
         self._enter(member)
         peer.send(
@@ -256,7 +260,7 @@ class LiveServer:
     def _take_ask(self, member: Member, message: wire.Ask) -> None:
         if message.epochs > 0 and not self._queue.described:
             raise WireError("a batch was asked for, and nobody has said what the data is")
-        member.epochs, member.ask = message.epochs, message.number
+        member.epochs, member.ask, member.owed = message.epochs, message.number, True
         self._queue.give_back(member.rank)
         if member.idle:
             member.idle = False
@@ -294,18 +298,14 @@ class LiveServer:
         self._do(actions)
 
     def _take_mean(self, member: Member, message: wire.Mean) -> None:
-        key, found = message.key, len(message.values)
-        if found > wire.MOST_VALUES or len(key) > _LONGEST_REASON:
-            raise WireError(
-                f"wanted at most {wire.MOST_VALUES} values for a mean, found {found}: the mean has to fit too"
-            )
-        average = self._averages.setdefault(key, Average())
-        wanted = next((len(values) for _, values in average.parts.values()), found)
-        if found != wanted:
-            raise WireError(
-                f"wanted {wanted} values for the mean {key!r}, found {found}; all workers must give as many"
-            )
-        average.parts[member.rank] = message.weight, message.values
+        """Take a worker's part of a mean; rounds go on without it, or others would wait for it and it for them."""
+        self._averages.add(member.rank, message)
+        if member.averages:
+            return
+        member.averages = True
+        if not member.idle:
+            self._queue.give_back(member.rank)
+            self._do(self._policy.left(self._state, member.rank, self._now()))
 
     def _refuse_numbers(self, member: Member, step: int, name: str) -> None:
         """A gradient that is not finite harms nobody: its batch counts as used, and the worker goes on."""
@@ -418,13 +418,26 @@ class LiveServer:
 
     def _settle(self) -> None:
         """See to what waits for others: ends of epochs, means, checkpoints."""
+        self._tell_means()
         self._wake_for_returned()
         self._end_epochs()
-        for key in [key for key, average in self._averages.items() if average.parts.keys() >= self._members.keys()]:
-            mean = self._averages.pop(key).mean()
-            for member in self._members.values():
-                member.peer.send(wire.Averaged(key, mean))
         self._save()
+
+    def _tell_means(self) -> None:
+        if not self._averages:
+            return
+        sure_to_come = math.isinf(self._patience)
+        expected = [rank for rank, life in self._state.members.items() if life == NOT_YET and sure_to_come]
+        for key, values, ranks in self._averages.ready(self._members.values(), expected):
+            told = [self._members[rank] for rank in ranks if rank in self._members]
+            for member in told:
+                member.peer.send(wire.Averaged(key, values))
+                member.averages = False
+                if not member.idle:
+                    self._enter(member)
+            for member in told:
+                if member.owed and not member.idle:
+                    self._do(self._policy.asked(self._state, member.rank, self._now()))
 
     def _save(self) -> None:
         for peer, path in self._saves:
@@ -439,7 +452,7 @@ class LiveServer:
     def _wake_for_returned(self) -> None:
         """Give batches that have come back to members that have none."""
         for member in [member for member in self._members.values() if member.idle]:
-            if not member.epochs or not self._queue.has(member.epochs):
+            if member.averages or not member.epochs or not self._queue.has(member.epochs):
                 continue
             member.idle = False
             self._enter(member)
@@ -447,13 +460,16 @@ class LiveServer:
 
     def _end_epochs(self) -> None:
         """Let the members go on that have no more batches, once all batches are used and committed."""
-        if not self._without_batches():
+        waiting = self._without_batches()
+        if not waiting:
             return
-        self._do(self._policy.ended(self._state, self._now()))
+        if any(member.epochs for member in waiting):  # and not only for the newest parameters
+            self._do(self._policy.ended(self._state, self._now()))
         done = self._without_batches()  # those, and the ones that had waited for the commit
         for member in done:
-            member.idle = False
-            self._enter(member)  # all of them before the first asks again: a round needs them all
+            member.idle = member.owed = False
+            if not member.averages:
+                self._enter(member)  # all of them before the first asks again: a round needs them all
         for member in done:
             member.pushed_at = None
             member.peer.send(wire.Finished(self._memory.version, member.ask), self._parameters_for(member))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.server.layout import Laid
@@ -48,22 +48,6 @@ class Member:
     step_began: float = 0.0
     pushed_at: float | None = None  # and no new step since then
     idle: bool = False  # there was no batch for it
-
-
-@dataclass
-class Average:
-    """A mean over all workers that not all of them have told their part of."""
-
-    parts: dict[int, tuple[float, tuple[float, ...]]] = field(default_factory=dict)  # rank -> weight, values
-
-    def mean(self) -> tuple[float, ...]:
-        """The mean of the parts by their weights; NaN if nobody has any."""
-        total = sum(weight for weight, _ in self.parts.values())
-        columns = zip(*(values for _, values in self.parts.values()), strict=True)
-        weights = [weight for weight, _ in self.parts.values()]
-        return tuple(
-            sum(weight * value for weight, value in zip(weights, column, strict=True) if weight) / total
-            if total
-            else float("nan")
-            for column in columns
-        )
+    owed: bool = False  # it has asked, and not been told that there are no more batches
+    averages: bool = False  # waits for a mean, and takes no part in rounds until then
+    first_epoch: int = -1  # the epoch that it came in, if it came after the run's first one

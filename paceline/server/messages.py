@@ -72,6 +72,7 @@ MOST_VALUES = 2000  # of a Mean, so that their mean fits into a message with all
 class Mean(NamedTuple):
     """Worker: average these values over all workers."""
 
+    epoch: Count  # that it is in
     key: str
     weight: float
     values: tuple[float, ...]
