@@ -55,14 +55,14 @@ def two_hosts(rate: str) -> Iterator[list[Host]]:
             signal.signal(signal.SIGINT, ignored)
 
 
-def run_on(hosts: Sequence[Host], command: Sequence[str]) -> int:
-    """Run a command on every host at once, as one worker each; give the first exit code that is not 0."""
+def run_on(hosts: Sequence[Host], command: Sequence[str], *, each: int = 1) -> int:
+    """Run a command on every host at once, as so many workers each; give the first exit code that is not 0."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, host in enumerate(hosts):
+        for rank, host in enumerate(host for host in hosts for _ in range(each)):
             variables = {
                 "RANK": str(rank),
-                "WORLD_SIZE": str(len(hosts)),
+                "WORLD_SIZE": str(each * len(hosts)),
                 "MASTER_ADDR": hosts[0].address,
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": host.interface,

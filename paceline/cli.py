@@ -515,10 +515,13 @@ def bench_server(rounds: int, trips: int, quick: bool, as_json: bool) -> None:
         rounds, trips = 1, 2
     options = {"sizes": SIZES[:1] if quick else SIZES, "rounds": rounds, "trips": trips}
     rows = [row for over_tcp in (False, True) for row in run_bench("server", 2, **options, over_tcp=over_tcp)]
+    (rate,) = run_bench("server-rate", 4, seconds=0.1 if quick else 5.0)
     if as_json:
-        print(json.dumps({"rounds": rounds, "trips": trips, "rows": rows}))
+        print(json.dumps({"rounds": rounds, "trips": trips, "rows": rows, "rate": rate}))
         return
     print_table(rows, {"bytes": "d", "way": "", "trip_us": ".0f", "per_second": ".0f", "rpc_ratio": ".2f"})
+    together = f"{rate['workers']} workers of {rate['bytes']} bytes at once"
+    print(f"{together}: {rate['pushes_per_second']:.0f} pushes a second")
 
 
 def _check_ranks(ranks: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,11 +34,15 @@ class DirectoryStore:
         aside.write_text(value)
         aside.rename(file)
 
-    def get(self, key: str) -> bytes:
-        end = time.monotonic() + DEADLINE
-        while not self._file(key).exists():
-            assert time.monotonic() < end, f"no {key} in the store"
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        end = time.monotonic() + timeout.total_seconds()
+        while not all(self._file(key).exists() for key in keys):
+            if time.monotonic() >= end:
+                raise RuntimeError(f"no {keys} in the store")
             time.sleep(0.001)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key], timedelta(seconds=DEADLINE))
         return self._file(key).read_bytes()
 
     def _file(self, key: str) -> Path:

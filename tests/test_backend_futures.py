@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("paceline.native._core", reason="the compiled module was not built")
 
 from backend_ranks import options, outcomes_of, run_groups
+from shared_ranks import DEADLINE, start_process
 
 from paceline.errors import CommError, UsageError
 
@@ -342,3 +343,32 @@ def test_a_late_rank_fails_the_future() -> None:
 
     failed, _ = outcomes_of(work, 2, timeout=0.3)
     assert isinstance(failed, RuntimeError) and "rank 0 waited 0.3" in str(failed) and "for rank 1" in str(failed)
+
+
+FORKED_WHILE_BUSY = """
+import os, threading
+from paceline.collectives.work import Announcer
+
+announcer, held, over = Announcer("g"), threading.Event(), threading.Event()
+def hold():
+    with announcer._turn:
+        held.set()
+        over.wait()
+threading.Thread(target=hold).start()
+held.wait()
+if (child := os.fork()) == 0:
+    announcer.close()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+over.set()
+"""
+
+
+@pytest.mark.processes
+def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> None:
+    process = start_process(FORKED_WHILE_BUSY)
+    try:
+        out, err = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert out == "7\n", err

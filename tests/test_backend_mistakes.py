@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ pytest.importorskip("paceline.native._core", reason="the compiled module was not
 
 from backend_ranks import options, outcomes_of, run_groups
 
-from paceline.collectives.backend import create
+from paceline.collectives.backend import ProcessGroup, create
 from paceline.errors import CommError, UsageError
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
@@ -236,3 +237,27 @@ def test_a_part_of_the_world_is_named_by_its_ranks() -> None:
     with ThreadPoolExecutor(2) as ranks:
         message, _ = ranks.map(be, range(2))
     assert re.search(r"rank 1 \(process \d+\) left the group .* of group 'g \(ranks 1, 3\)'", message), message
+
+
+def test_joining_keeps_its_time(tmp_path: Path) -> None:
+    """Whatever the store does when it waits for nothing; a file's raises another error than the others."""
+    stores = [dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 2)]  # type: ignore[attr-defined]
+    for store in stores:
+        place = _DistributedBackendOptions()
+        place.store, place.group_rank, place.group_size = store, 1, 2
+        place.timeout, place.group_id = timedelta(seconds=0.2), "g"
+        with pytest.raises(CommError, match=r"group 'g': rank 1 waited 0\.2 s for ranks \[0\] to join"):
+            create(place, None)
+        with pytest.raises(CommError, match=r"group 'h': rank 1 waits for rank 0, whose address is not in the store"):
+            ProcessGroup(store, 1, 2, timedelta(seconds=0.2), "h")
+
+
+def test_allocating_less_than_nothing_is_refused() -> None:
+    def work(group: Any) -> None:
+        with pytest.raises(UsageError, match="wanted a number of elements, got -3"):
+            group.allocate(-3, torch.float32)
+        with pytest.raises(UsageError, match="a number of 63 bits"):
+            group.allocate(1 << 62, torch.float32)
+        assert group.allocate(3, torch.float32).shape == (3,)
+
+    run_groups(work, 1)

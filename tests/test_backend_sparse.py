@@ -14,6 +14,8 @@ pytest.importorskip("paceline.native._core", reason="the compiled module was not
 
 from backend_ranks import options, run_groups
 
+from paceline.errors import CommError
+
 
 @hypothesis.given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.booleans(), st.randoms())
 @hypothesis.settings(max_examples=15)
@@ -36,3 +38,20 @@ def test_sparse_sums(ranks: int, rows: int, entries: int, later: bool, random: A
     wanted = sum((own(rank).to_dense() for rank in range(ranks)), torch.zeros(rows, 2))
     for found in run_groups(work, ranks):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("second", ["longer", "of another type", "averaged", "of rows"])
+def test_sparse_tensors_that_differ_are_told_so_and_harm_nothing(second: str) -> None:
+    def work(group: Any) -> None:
+        other = group.rank() == 1
+        rows = 1000 if other and second == "longer" else 4
+        values = torch.ones(1, 2 if other and second == "of rows" else 1)
+        dtype = torch.float64 if other and second == "of another type" else torch.float32
+        op = dist.ReduceOp.AVG if other and second == "averaged" else dist.ReduceOp.SUM
+        shape = rows, values.shape[1]
+        tensor = torch.sparse_coo_tensor(torch.tensor([[rows - 1]]), values.to(dtype), shape, check_invariants=True)
+        with pytest.raises(CommError, match=r"rank 0 is in all_reduce\(sum\) of sparse .*, rank 1 in all_reduce\("):
+            group.allreduce([tensor], options("Allreduce", op=op))
+        group.barrier().wait()
+
+    run_groups(work, 2)

@@ -78,7 +78,9 @@ def test_bench_collectives() -> None:
 
 
 def test_bench_server() -> None:
-    rows = run_command("-m", "paceline", "bench", "server")["rows"]
+    found = run_command("-m", "paceline", "bench", "server")
+    rows = found["rows"]
+    assert found["rate"]["workers"] == 3 and positive(found["rate"], "pushes_per_second")
     assert [row["way"] for row in rows] == ["shared memory", "rpc", "tcp, trusted", "tcp, sealed", "rpc"]
     assert all(row["bytes"] == 4096 and positive(row, "trip_us", "per_second", "rpc_ratio") for row in rows)
 

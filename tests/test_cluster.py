@@ -210,7 +210,7 @@ class Gossip(PeersPolicy):
         ({"examples": 0}, "at least 1 example, got 0"),
         ({"topology": "rang"}, "Did you mean 'ring'"),
         ({"hosts": 3}, "8 workers cannot be spread evenly over 3 hosts"),
-        ({"notice": -1.0}, "0 or more seconds"),
+        ({"notice": -1.0}, "from 0 to 1e.09 seconds, got -1"),
     ],
 )
 def test_mistakes(changes: dict[str, object], complaint: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -296,6 +298,37 @@ def test_one_rank_without_address_space_stops_all(tmp_path: Path) -> None:
     assert isinstance(message, str), message
     assert "rank 1: cannot map" in message and "Cannot allocate memory" in message
     assert out == f"CommError {message}\n", err
+
+
+def test_more_than_there_can_be_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    """Whatever the host says about its free memory."""
+
+    def work(group: SharedGroup) -> list[str]:
+        messages = [failure_of(functools.partial(group.allocate, n)) for n in (1 << 61, 1 << 62, (1 << 63) - 1)]
+        region = group.allocate(100_000)
+        np.frombuffer(memoryview(region), dtype=np.uint8)[:] = 1
+        return messages
+
+    with unittest.mock.patch("paceline.collectives.core.memory_objection", return_value=""):
+        for messages in run_ranks(work, 2, tmp_path):
+            assert all("rank 0: no host has so much memory" in message for message in messages)
+
+
+def test_the_longest_timeout_is_not_the_shortest(tmp_path: Path) -> None:
+    def work(group: SharedGroup) -> None:
+        array = np.ones(10, np.float32)
+        if group.rank == 1:
+            time.sleep(0.3)
+        group.all_reduce(address(array), array.size, "float32", "sum")
+        if group.rank == 1:
+            time.sleep(0.3)
+            group.send(address(array), array.size, "float32", 0)
+        else:
+            assert group.receive(address(array), array.size, "float32", 1) == 1
+        ticket = group.barrier(async_=True)
+        assert ticket is not None and ticket.wait(1e10)
+
+    run_ranks(work, 2, tmp_path, timeout=1e10)
 
 
 def test_free_memory_is_known() -> None:

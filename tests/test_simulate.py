@@ -161,6 +161,24 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "hosts": (["--hosts", "3"], "cannot be spread evenly over 3 hosts"),
     "too short for a commit": (["--problem", "logistic", "--seconds", "0.1"], "made no commit within 0.1 s"),
+    "a clock that stands still": (
+        ["--problem", "quadratic", "--policies", "sync", "--delays", "0", "--seconds", "3"],
+        "clock stands still at 0 s.*--delays 1",
+    ),
+    "more buckets than can be": (
+        ["--policies", "all-reduce", "--size", "1e17B", "--link", "1GB/s"],
+        "3,?8.* buckets.*bucket_cap_mb",
+    ),
+    "a message for ever": (["--policies", "all-reduce", "--size", "1e290TB", "--link", "1B/s"], "takes 1e.302 s"),
+    "latency for ever": (["--link", "1e308s"], "takes 1e.308 s"),
+    "latency inside for ever": (["--policies", "all-reduce", "--inside", "1e308s"], "takes 1e.308 s"),
+    "bandwidth beyond floats": (["--link", "1e309GB/s"], "that a float can hold, found 1e309"),
+    "notice for ever": (["--notice", "1e308"], "notice.*got 1e.308"),
+    "too many workers": (["--workers", "10000000000"], "at most 1,000,000 workers, got 10,000,000,000"),
+    "too many for a formula": (
+        ["--depth", "formula", "--policies", "sync", "--workers", "10000000000"],
+        "at most 1,000,000 workers",
+    ),
     "all fail": (["--workers", "1", "--policies", "async", "--delays", "1 fails(0, 2.5)"], "standstill at"),
 }
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +12,11 @@ import torch.distributed as dist
 pytest.importorskip("paceline.native._core", reason="the compiled module was not built")
 
 from backend_ranks import options
+from host_ranks import on_hosts
 from torch import nn
 
 import paceline
-from paceline.collectives.two_level import TwoLevelGroup
 from paceline.errors import CommError
-
-T = TypeVar("T")
 
 LAYOUTS = ["aa", "aba", "aabb", "babca"]
 FOLDS: dict[str, Callable[..., torch.Tensor]] = {
@@ -30,32 +26,6 @@ FOLDS: dict[str, Callable[..., torch.Tensor]] = {
     "MAX": torch.amax,
     "PRODUCT": torch.prod,
 }
-
-
-def on_hosts(hosts: Sequence[str], work: Callable[[Any], T], timeout: float = 20.0) -> list[T]:
-    """Run ``work(group)`` on one rank per name of a host; give what they return, or raise what one of them raised."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    results: dict[int, T] = {}
-    failures: list[BaseException] = []
-
-    def be(rank: int) -> None:
-        group = TwoLevelGroup(store, rank, len(hosts), timedelta(seconds=timeout), "g", hosts)
-        try:
-            results[rank] = work(group)
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            group.shutdown()
-
-    threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(len(hosts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if failures:
-        raise failures[0]
-    assert len(results) == len(hosts), "some ranks are still running"
-    return [results[rank] for rank in range(len(hosts))]
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS)

@@ -15,6 +15,7 @@ BENCHES: dict[str, Callable[..., list[Row]]] = {
     "collectives": collectives.measure,
     "step": step.measure,
     "server": server.measure,
+    "server-rate": server.measure_rate,
 }
 
 

@@ -52,6 +52,53 @@ def measure(sizes: Sequence[int], rounds: int, trips: int, over_tcp: bool) -> li
     return rows
 
 
+def measure_rate(seconds: float) -> list[Row]:
+    """How many small pushes a second all workers make together; called on ranks of which the last is the server."""
+    server = dist.get_world_size() - 1
+    address, token, memory = _agree_on_address(server)
+    if dist.get_rank() == server:
+        listener = Listener(bytes(token))
+        listener.bind(address)
+        dist.barrier()
+        _be_server(SIZES[0], listener, memory, workers=server)
+        count = 0
+    else:
+        dist.barrier()
+        count = _push_for(seconds, address, bytes(token), memory)
+    pushes = torch.tensor([count])
+    dist.all_reduce(pushes)
+    return [{"bytes": SIZES[0], "workers": server, "pushes_per_second": int(pushes) / seconds}]
+
+
+def _agree_on_address(server: int) -> tuple[str, list[int], int]:
+    memory = os.memfd_create("paceline-bench") if dist.get_rank() == server else 0
+    process, number, *token = _shared_numbers([os.getpid(), memory, *secrets.token_bytes(32)], server)
+    if dist.get_rank() != server:
+        memory = -1
+    return f"ipc://@paceline-bench-{process}-{number}", token, memory if memory >= 0 else _opened(process, number)
+
+
+def _opened(process: int, descriptor: int) -> int:
+    """The same file as another process of ours has open."""
+    return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+
+
+def _push_for(seconds: float, address: str, token: bytes, memory: int) -> int:
+    model = _model(SIZES[0])
+    _set_gradients(model)
+    rank = dist.get_rank()
+    client = Client(model, address=address, token=token, sealing="none", rank=rank, incarnation=0, memory=memory)
+    client.ask(-1)
+    client.next_step(-1)
+    count, end = 0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        client.push(examples=1, loss=None, seconds=0.0)
+        client.next_step(-1)
+        count += 1
+    client.leave(failed=False)
+    return count
+
+
 def _compare(size: int, sealings: dict[str, Sealing | None], rounds: int, trips: int) -> list[Row]:
     clients = {way: _Worker(size, sealing) for way, sealing in sealings.items()}
     ways: dict[str, Callable[[], None]] = {way: client.trip for way, client in clients.items()}
@@ -107,7 +154,7 @@ class _Worker:
             sealing=sealing or "none",
             rank=0,
             incarnation=0,
-            memory=os.open(f"/proc/{process}/fd/{memory}", os.O_RDWR) if local else None,
+            memory=_opened(process, memory) if local else None,
         )
         self._client.ask(-1)
         self._client.next_step(-1)
@@ -141,14 +188,14 @@ def _serve(size: int, ways: dict[str, Sealing | None]) -> list[Row]:
     return []
 
 
-def _be_server(size: int, listener: Listener, memory: int) -> None:
+def _be_server(size: int, listener: Listener, memory: int, workers: int = 1) -> None:
     model, policy = _model(size), parse_policy("async")
     assert isinstance(policy, ServerPolicy)
     trainee = Trainee(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
     server = LiveServer(
         trainee,
         policy,
-        workers=1,
+        workers=workers,
         memory=memory,
         queue=WorkQueue(),
         version=0,
@@ -176,10 +223,10 @@ class _Host:
         pass
 
 
-def _shared_numbers(numbers: list[int]) -> list[int]:
-    """The numbers of the server's rank, on both."""
+def _shared_numbers(numbers: list[int], server: int = _SERVER) -> list[int]:
+    """The numbers of the server's rank, on all."""
     tensor = torch.tensor(numbers)
-    dist.broadcast(tensor, _SERVER)
+    dist.broadcast(tensor, server)
     return [int(number) for number in tensor.tolist()]
 
 

@@ -18,7 +18,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import distributed_c10d as c10d
@@ -77,7 +76,7 @@ def _hosts(place: Any) -> list[str]:
     place.store.set(keys[place.group_rank], host_identity() if native.available() else f"!{native.reason()}")
     try:
         place.store.wait(keys, place.timeout)
-    except dist.DistStoreError as error:
+    except RuntimeError as error:  # which it is depends on the store
         missing = [rank for rank, key in enumerate(keys) if not place.store.check([key])]
         raise CommError(
             f"group {place.group_id!r}: rank {place.group_rank} waited {place.timeout.total_seconds():g} s for ranks "
@@ -140,6 +139,8 @@ class ProcessGroup(PythonGroup):
 
     def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
         """Make a tensor that ``all_reduce`` reduces where it lies; all ranks must ask for the same together."""
+        if count < 0:
+            raise UsageError(f"allocate: wanted a number of elements, got {count}")
         memory = memoryview(self._shared.allocate(max(1, count) * dtype.itemsize))
         return torch.frombuffer(memory, dtype=dtype)[:count]
 

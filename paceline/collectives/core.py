@@ -81,13 +81,25 @@ class Ticket:
 
 
 class SharedGroup:
-    """The ranks of one host that call the collectives together; ``name`` must be new in the store."""
+    """The ranks of one host that call the collectives together; ``name`` must be new in the store.
 
-    def __init__(self, store: Store, rank: int, size: int, *, timeout: float = 1800.0, name: str = "paceline") -> None:
+    Messages call the ranks by ``numbers``, if they are part of a bigger group.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout: float = 1800.0,
+        name: str = "paceline",
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         check_ranks(rank, size)
         self.rank, self.size, self.name = rank, size, name
         place = meet(store, rank, size, timeout=timeout, name=name)
-        self._group = _core.join(place.file, rank, size, place.cores, timeout, name, place.life)
+        self._group = _core.join(place.file, rank, size, place.cores, timeout, name, place.life, numbers or range(size))
         # The owners of memory in use, oldest first. Only collectives end in their order.
         self._kept: dict[bool, deque[tuple[_core.Ticket, list[object]]]] = {False: deque(), True: deque()}
         self._keeping = threading.Lock()
@@ -106,7 +118,7 @@ class SharedGroup:
         ticket = self._group.collective(
             _ALL_REDUCE,
             self._dtype(dtype),
-            self._reduction(op, dtype),
+            check_reduction(op, dtype),
             -1,
             count,
             address,
@@ -249,8 +261,8 @@ class SharedGroup:
         The result has the buffer interface (``numpy.frombuffer``, ``torch.frombuffer``) and ``address()``; it stays
         valid as long as anything refers to it, also after ``close``.
         """
-        if nbytes < 1:
-            raise UsageError(f"allocate: wanted at least one byte, got {nbytes}")
+        if not 1 <= nbytes < 1 << 63:
+            raise UsageError(f"allocate: wanted at least one byte, and a number of 63 bits, got {nbytes}")
         return self._group.allocate(nbytes, memory_objection(self.size, nbytes))
 
     def close(self) -> None:
@@ -287,7 +299,7 @@ class SharedGroup:
         keep: object = None,
     ) -> Ticket | None:
         type_number = self._dtype(dtype)
-        reduction = 0 if op is None else self._reduction(op, dtype)
+        reduction = 0 if op is None else check_reduction(op, dtype)
         if root is not None:
             self._check_rank("root", root)
         ticket = self._group.collective(
@@ -330,15 +342,17 @@ class SharedGroup:
     def _dtype(self, dtype: str) -> int:
         return _DTYPE[_known("dtype", dtype, _DTYPE)]
 
-    def _reduction(self, op: str, dtype: str) -> int:
-        number = _REDUCTION[_known("reduction", op, _REDUCTION)]
-        if not _core.can_reduce(_DTYPE[dtype], number):
-            raise UsageError(f"{op} has no meaning for {dtype}; convert the tensor, or choose another reduction")
-        return number
-
     def _check_rank(self, role: str, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise UsageError(f"{role}: wanted a rank from 0 to {self.size - 1} of group {self.name!r}, got {rank}")
+
+
+def check_reduction(op: str, dtype: str) -> int:
+    """Refuse what cannot be reduced; return the reduction's number."""
+    number = _REDUCTION[_known("reduction", op, _REDUCTION)]
+    if not _core.can_reduce(_DTYPE[_known("dtype", dtype, _DTYPE)], number):
+        raise UsageError(f"{op} has no meaning for {dtype}; convert the tensor, or choose another reduction")
+    return number
 
 
 def _known(kind: str, name: str, table: dict[str, int]) -> str:

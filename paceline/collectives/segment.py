@@ -17,6 +17,7 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
@@ -26,12 +27,14 @@ from paceline.native import _core
 # The kernel refuses more in one message.
 _DESCRIPTORS_PER_MESSAGE = 200
 _HELLO_BYTES = 256
+_LONGEST = 1e9  # seconds, 30 years; sockets and stores cannot count much further
 
 
 class Store(Protocol):
-    """What is needed of a ``torch.distributed.Store``: ``get`` waits until the key is there."""
+    """What is needed of a ``torch.distributed.Store``; ``wait`` raises a ``RuntimeError`` when the time is up."""
 
     def set(self, key: str, value: str, /) -> object: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> object: ...
     def get(self, key: str, /) -> bytes: ...
 
 
@@ -61,7 +64,7 @@ def meet(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Pl
         except OSError as error:
             raise CommError(f"this host cannot be used: no descriptors of processes here ({error})") from error
         undo.callback(os.close, own)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + min(timeout, _LONGEST)
         if rank == 0:
             place = _host(store, size, own, deadline, name)
         else:
@@ -94,7 +97,7 @@ def _host(store: Store, size: int, own: int, deadline: float, name: str) -> Plac
 
 
 def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: str) -> Place:
-    greeting = json.loads(store.get(f"{name}/address"))
+    greeting = json.loads(_told(store, f"{name}/address", deadline, f"group {name!r}: rank {rank} waits for rank 0"))
     if greeting["host"] != host_identity():
         raise CommError(
             f"group {name!r}: rank {rank} is not on the host of rank 0, or in another network namespace, or another "
@@ -112,6 +115,14 @@ def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: 
         except OSError as error:
             raise CommError(f"group {name!r}: rank {rank} cannot reach rank 0 on this host: {error}") from error
     return Place(descriptors[0], descriptors[1:], cores)
+
+
+def _told(store: Store, key: str, deadline: float, waiting: str) -> bytes:
+    try:
+        store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except RuntimeError as error:
+        raise CommError(f"{waiting}, whose address is not in the store; is it running? ({error})") from error
+    return store.get(key)
 
 
 def _connect(connection: socket.socket, address: str, deadline: float) -> None:

@@ -47,7 +47,7 @@ class Staged:
         """Copy the elements back to where they belong, if they are elsewhere."""
         if self.dense is self.target or self.dense.data_ptr() == self.target.data_ptr():
             return
-        with torch.no_grad():
+        with torch.inference_mode():  # also for tensors made in it, whoever waits for them
             elements = self.dense
             if self.target.is_complex() and elements.is_floating_point():
                 elements = torch.view_as_complex(elements)

@@ -6,18 +6,22 @@ The rest, which training needs less often, goes over Gloo between all ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.collectives.core import SharedGroup
+from paceline.collectives.calls import Calls
+from paceline.collectives.core import SharedGroup, check_reduction
+from paceline.collectives.descriptions import LENGTH, packed, unpacked
+from paceline.collectives.leaders import Leaders, gloo
 from paceline.collectives.python_group import PythonGroup, reduction_named
 from paceline.collectives.tensors import Staged
 from paceline.collectives.untraced import untraced
@@ -25,6 +29,11 @@ from paceline.collectives.work import Announcer, Work
 from paceline.errors import CommError
 
 _ALLREDUCE_OPTIONS = c10d.AllreduceOptions()
+_LEADERS_FIRST = 1.0  # second by which ranks wait longer for their leader than it does: it knows why it waited
+
+
+class _RefusedError(CommError):
+    """The leaders gave up together, so they all know why."""
 
 
 @untraced
@@ -35,26 +44,32 @@ class TwoLevelGroup(PythonGroup):
         self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str, hosts: Sequence[str]
     ) -> None:
         super().__init__(store, rank, size, timeout, name)
-        self._serve("cpu", _gloo(store, "all", rank, size, timeout))
+        self._serve("cpu", gloo(store, "all", rank, size, timeout))
         leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
         here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         self._local: SharedGroup | None = None
         if len(here) > 1:
-            title = f"{name}, host of rank {here[0]}"
-            place = here.index(rank), len(here)
-            self._local = SharedGroup(store, *place, timeout=timeout.total_seconds(), name=title)
-        self._broken = False
-        self._leaders: Any = None
-        if rank in leaders:
-            self._leaders = _gloo(store, "leaders", leaders.index(rank), len(leaders), timeout)
-        # One thread, so that calls keep their order; it waits for the network, not for the interpreter.
+            self._local = SharedGroup(
+                store,
+                here.index(rank),
+                len(here),
+                timeout=timeout.total_seconds() + _LEADERS_FIRST,
+                name=f"{name}, host of rank {here[0]}",
+                numbers=here,
+            )
+        self._leaders = Leaders(store, leaders, rank, timeout) if rank in leaders else None
+        self._trouble = ""  # of this host, for the other ones
+        self._closed = False
         self._announcer = Announcer(name)
-        self._calls = ThreadPoolExecutor(1, thread_name_prefix=f"paceline group {name}")
+        self._calls = Calls(name, self._leave)
 
     def shutdown(self) -> None:
         """Leave the group; ranks that still wait for this one are told."""
-        self._break_off()
-        self._calls.shutdown()
+        self._closed = True
+        self._calls.fail(CommError(f"group {self._name!r} is closed"))
+        if self._local is not None:
+            self._local.close()
+        self._calls.leave()
         self._announcer.close()
         super().shutdown()
 
@@ -66,7 +81,9 @@ class TwoLevelGroup(PythonGroup):
             return self._elsewhere.allreduce(tensors, opts)
         op = reduction_named(opts.reduceOp)
         staged = [Staged(tensor, reduction=op) for tensor in tensors]
-        call = _Call(self._calls.submit(self._reduce_all, staged, op, opts.reduceOp))
+        for part in staged:  # on every rank, before any other one is told, so that all refuse alike
+            check_reduction(op, part.dtype)
+        call = _Call(self._calls.submit(functools.partial(self._reduce_all, staged, op)))
         work = Work(tensors, [call], staged, self._announcer)
         if not opts.asyncOp:
             work.wait()
@@ -75,41 +92,54 @@ class TwoLevelGroup(PythonGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _ALLREDUCE_OPTIONS) -> Any:
         return self.allreduce(tensors, opts)
 
-    def _reduce_all(self, staged: Sequence[Staged], op: str, torch_op: Any) -> None:
+    def _reduce_all(self, staged: Sequence[Staged], op: str) -> None:
         try:
-            for part in staged:
-                self._reduce(part, op, torch_op)
-        except RuntimeError as error:
-            self._break_off()  # or the others would wait for the results until their time is up
+            with torch.inference_mode():  # whatever mode the caller is in
+                for part in staged:
+                    self._reduce(part, op)
+        except Exception as error:
+            if not isinstance(error, _RefusedError) and not self._closed:
+                self._trouble = str(error)
             raise CommError(
                 f"rank {self._rank} of group {self._name!r}, over several hosts, in all_reduce: {error}"
             ) from error
 
-    def _reduce(self, part: Staged, op: str, torch_op: Any) -> None:
-        if self._broken:
-            raise CommError(f"group {self._name!r} is closed, or broken by an earlier failure")
+    def _reduce(self, part: Staged, op: str) -> None:
         where = part.address, part.count, part.dtype
         if self._local is not None:
             self._local.reduce(*where, "sum" if op == "avg" else op, root=0)
-        if self._leaders is not None:
-            options: Any = c10d.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.SUM if op == "avg" else torch_op
-            self._leaders.allreduce([part.dense], options).wait()
-            if op == "avg":
-                part.dense.div_(self._size)
+        refusal = self._reduce_between_hosts(part, op) if self._leaders is not None else ""
+        if self._local is not None:
+            verdict = packed(refusal)
+            self._local.broadcast(verdict.data_ptr(), LENGTH, "uint8", root=0)
+            refusal = unpacked(verdict)
+        if refusal:
+            raise _RefusedError(refusal)
         if self._local is not None:
             self._local.broadcast(*where, root=0)
 
-    def _break_off(self) -> None:
-        """Tell those who wait for this rank: the host's by the shared group, the other leaders by the end of Gloo's."""
-        self._broken = True
+    def _reduce_between_hosts(self, part: Staged, op: str) -> str:
+        """Do a leader's part; return why it could not be done, for the other ranks of the host."""
+        assert self._leaders is not None
+        try:
+            refusal = self._leaders.objection(f"all_reduce({part.count} {part.dtype}, {op})")
+            if refusal:
+                return refusal
+            self._leaders.reduce(part.dense, "sum" if op == "avg" else op)
+        except RuntimeError as error:
+            return f"no answer from one of the other hosts, whose leaders are ranks {self._leaders.others}: {error}"
+        if op == "avg":
+            part.dense.div_(self._size)
+        return ""
+
+    def _leave(self) -> None:
+        """Tell those who wait for this rank: the host's by the shared group, the other leaders by Gloo or its end."""
         if self._local is not None:
             self._local.close()
+        if self._leaders is not None and self._trouble:
+            with contextlib.suppress(RuntimeError):
+                self._leaders.objection("", self._trouble)
         self._leaders = None
-
-
-def _gloo(store: c10d.Store, name: str, rank: int, size: int, timeout: timedelta) -> Any:
-    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, timeout)
 
 
 def _over_gloo(name: str) -> Callable[..., Any]:
@@ -152,7 +182,7 @@ class _Call:
 
     def wait(self, timeout: float | None = None) -> bool:
         with contextlib.suppress(NotYet):
-            self._call.result(timeout)
+            self._call.result(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         return self._call.done()
 
     def done(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -148,6 +149,7 @@ class Announcer:
 
     def __init__(self, name: str) -> None:
         self._name = f"paceline futures of group {name}"
+        self._process = os.getpid()
         self._turn = threading.Condition()
         self._pending: deque[_Announced] = deque()
         self._someone_waits = self._closed = False
@@ -165,6 +167,8 @@ class Announcer:
 
     def close(self) -> None:
         """End the threads; the calls under way must have ended or failed."""
+        if os.getpid() != self._process:  # forked: the threads are not here, and one of them may have had the lock
+            return
         with self._turn:
             self._closed = True
             self._turn.notify_all()

@@ -15,6 +15,7 @@ constexpr size_t reduced_by_all = 16 << 10;
 // What a step moves at most: enough to pay for the meeting, little enough to stay in the cache.
 constexpr size_t moved_at_once = 256 << 10;
 constexpr size_t text_bytes = 512;
+constexpr size_t most_of_all_ranks = size_t(1) << 46;  // of one region: less than a process can map
 constexpr int everyone = -1, nobody = -2;
 
 size_t round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
@@ -98,7 +99,7 @@ void Collectives::compare(int rank, uint32_t step) {
   const Descriptor &ours = segment_.descriptor(rank_, step), &theirs = segment_.descriptor(rank, step);
   if (ours.step != step || theirs.matches(ours)) return;
   segment_.fail("the ranks differ in collective " + std::to_string(ours.number) + " of group '" + segment_.member.name +
-                "': rank " + std::to_string(rank_) + " is in " + ours.text() + ", rank " + std::to_string(rank) + " in " +
+                "': " + segment_.name_of(rank_) + " is in " + ours.text() + ", " + segment_.name_of(rank) + " in " +
                 theirs.text());
 }
 
@@ -189,8 +190,8 @@ void Collectives::deal_unevenly(Call& call) {
           const auto* sizes = reinterpret_cast<const uint64_t*>(segment_.slot(from, step));
           largest = std::max(largest, *std::max_element(sizes, sizes + size_));
           if (sizes[rank_] == call.output_sizes[from]) continue;
-          segment_.fail("rank " + std::to_string(rank_) + " expects " + std::to_string(call.output_sizes[from]) +
-                        " bytes from rank " + std::to_string(from) + ", which sends " + std::to_string(sizes[rank_]) +
+          segment_.fail(segment_.name_of(rank_) + " expects " + std::to_string(call.output_sizes[from]) +
+                        " bytes from " + segment_.name_of(from) + ", which sends " + std::to_string(sizes[rank_]) +
                         ", in " + segment_.where(call.what));
         }
       });
@@ -353,11 +354,14 @@ void Collectives::allocate(Call& call) {
   const size_t stride = round_up(call.what.count, 4096);
   const uint64_t offset = file_end_;
   ++regions_tried_;
-  file_end_ += Region::header_bytes + stride * size_t(size_);
+  const bool fits = call.what.count <= most_of_all_ranks / size_t(size_);
+  // Also if it is refused later: a rank may still be giving its part back while others make the next one.
+  if (fits) file_end_ += Region::header_bytes + stride * size_t(size_);
   // Rank 0 provides the header too.
   const uint64_t own = offset + (rank_ == 0 ? 0 : Region::header_bytes + stride * size_t(rank_));
   const size_t own_bytes = stride + (rank_ == 0 ? Region::header_bytes : 0);
   std::string objection = call.objection;
+  if (objection.empty() && !fits) objection = "no host has so much memory";
   try {
     if (objection.empty())
       call.region = std::make_shared<Region>(segment_.file, offset, call.what.count, rank_, size_, regions_tried_);
@@ -369,7 +373,7 @@ void Collectives::allocate(Call& call) {
   const std::string refusal = first_refusal(call.what, objection);
   if (!refusal.empty()) {
     call.region.reset();
-    free_range(*segment_.file, own, own_bytes);
+    if (fits) free_range(*segment_.file, own, own_bytes);
     throw Failure(refusal + ", in " + segment_.where(call.what));
   }
   call.region->complete = true;
@@ -387,7 +391,7 @@ std::string Collectives::first_refusal(const Descriptor& what, const std::string
       [&](size_t, uint32_t step) {
         for (int rank = 0; rank < size_ && refusal.empty(); ++rank)
           if (const char* text = segment_.slot(rank, step); *text != 0)
-            refusal = "rank " + std::to_string(rank) + ": " + text;
+            refusal = segment_.name_of(rank) + ": " + text;
       });
   return refusal;
 }

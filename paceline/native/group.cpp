@@ -11,7 +11,7 @@ constexpr auto spin_of_callers = std::chrono::microseconds(1000), spin_of_thread
 
 Clock::time_point end_of(double seconds) {
   if (seconds < 0) return Clock::time_point::max();
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  return after(seconds);
 }
 
 }  // namespace
@@ -59,7 +59,7 @@ bool Group::gives_up(const Task& task) {
   if (task.alone) return true;
   try {
     const Descriptor& what = task.message ? task.message->what : task.call.what;
-    segment_.fail("rank " + std::to_string(member.rank) + " was interrupted in " + segment_.where(what));
+    segment_.fail(segment_.name_of(member.rank) + " was interrupted in " + segment_.where(what));
   } catch (const Failure&) {
     return false;
   }

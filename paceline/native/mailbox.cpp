@@ -27,8 +27,7 @@ Mailbox::Mailbox(Segment& segment)
 
 void Mailbox::post(const MessagePointer& message) {
   const std::lock_guard lock(mutex_);
-  message->deadline =
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(segment_.member.timeout));
+  message->deadline = after(segment_.member.timeout);
   if (message->what.kind == Kind::send) sends_[message->peer].push_back(message);
   else if (!take_kept(message)) receives_.push_back(message);
 }
@@ -190,8 +189,8 @@ void Mailbox::bind(Arrival& arrival, const MessagePointer& receiver) {
   if (sent.dtype == receiver->what.dtype && sent.count == receiver->what.count) return;
   // Where the bytes should go does not fit them; the group ends here, so they are not read.
   try {
-    segment_.fail("rank " + std::to_string(rank_) + " is in " + receiver->what.text() + " of group '" +
-                  segment_.member.name + "', but rank " + std::to_string(arrival.from) + " sent it " + sent.text());
+    segment_.fail(segment_.name_of(rank_) + " is in " + receiver->what.text() + " of group '" +
+                  segment_.member.name + "', but " + segment_.name_of(arrival.from) + " sent it " + sent.text());
   } catch (const Failure& failure) {
     arrival.receiver = nullptr;
     arrival.is_aside = true;

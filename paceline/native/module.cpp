@@ -294,19 +294,21 @@ PyObject* join(PyObject*, PyObject* arguments) {
   int file, rank, size, cores;
   double timeout;
   const char* name;
-  PyObject* life;
-  if (!PyArg_ParseTuple(arguments, "iiiidsO", &file, &rank, &size, &cores, &timeout, &name, &life)) return nullptr;
+  PyObject *life, *number_list;
+  if (!PyArg_ParseTuple(arguments, "iiiidsOO", &file, &rank, &size, &cores, &timeout, &name, &life, &number_list))
+    return nullptr;
   if (size < 1 || size > max_ranks || rank < 0 || rank >= size) {
     PyErr_Format(PyExc_ValueError, "wanted 1 to %d ranks and one of them, got rank %d of %d", max_ranks, rank, size);
     return nullptr;
   }
-  std::vector<int> descriptors;
+  std::vector<int> descriptors, numbers;
   if (!read_numbers(life, descriptors, size, "life")) return nullptr;
+  if (!read_numbers(number_list, numbers, size, "numbers")) return nullptr;
   auto* object = make<GroupObject>(group_type);
   if (object == nullptr) return nullptr;
   new (&object->group) std::shared_ptr<Group>();
   try {
-    object->group = std::make_shared<Group>(std::make_shared<File>(file), Member{rank, size, cores, timeout, name},
+    object->group = std::make_shared<Group>(std::make_shared<File>(file), Member{rank, size, cores, timeout, name, numbers},
                                             std::move(descriptors));
   } catch (const std::exception& failure) {
     Py_DECREF(object);

@@ -37,6 +37,12 @@ int fork_generation() {
   return forks.load();
 }
 
+Clock::time_point after(double seconds) {
+  const std::chrono::duration<double> wait(seconds), rest = Clock::time_point::max() - Clock::now();
+  if (wait >= rest / 2) return Clock::time_point::max();
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(wait);
+}
+
 int futex_wait(std::atomic<uint32_t>& word, uint32_t value, int milliseconds) {
   const timespec timeout{milliseconds / 1000, (milliseconds % 1000) * 1000000L};
   return syscall(SYS_futex, &word, FUTEX_WAIT, value, &timeout, nullptr, 0) == 0 ? 0 : errno;
@@ -113,7 +119,7 @@ Segment::~Segment() {
 void Segment::begin(const Descriptor& descriptor) {
   current = descriptor;
   ++operations;
-  deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(member.timeout));
+  deadline = after(member.timeout);
 }
 
 std::string Segment::where(const Descriptor& descriptor) const {
@@ -122,14 +128,18 @@ std::string Segment::where(const Descriptor& descriptor) const {
   return text + " of group '" + member.name + "'";
 }
 
+std::string Segment::name_of(int rank) const {
+  return "rank " + std::to_string(member.numbers.empty() ? rank : member.numbers[size_t(rank)]);
+}
+
 std::string Segment::who(int rank) {
-  return "rank " + std::to_string(rank) + " (process " + std::to_string(control(rank).pid.load()) + ")";
+  return name_of(rank) + " (process " + std::to_string(control(rank).pid.load()) + ")";
 }
 
 std::string Segment::waited_for() const {
   char seconds[32];
   snprintf(seconds, sizeof(seconds), "%g", member.timeout);
-  return "rank " + std::to_string(member.rank) + " waited " + seconds + " s for ";
+  return name_of(member.rank) + " waited " + seconds + " s for ";
 }
 
 void Segment::publish(uint32_t step) {
@@ -241,7 +251,7 @@ void Segment::check_missing(uint32_t step) {
   }
   if (Clock::now() >= deadline)
     fail(waited_for() + late + " in " + where(current));
-  if (interrupted && interrupted()) fail("rank " + std::to_string(member.rank) + " was interrupted in " + where(current));
+  if (interrupted && interrupted()) fail(name_of(member.rank) + " was interrupted in " + where(current));
 }
 
 void Segment::ring_bell(int rank) {

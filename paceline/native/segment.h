@@ -101,6 +101,7 @@ struct Member {
   int cores;  // that the ranks share; the same on all, since the way to wait depends on it
   double timeout;
   std::string name;
+  std::vector<int> numbers;  // what the ranks are called in messages, if not as here
 };
 
 class Segment {
@@ -131,6 +132,7 @@ class Segment {
   // Gives up for all ranks.
   [[noreturn]] void fail(const std::string& text);
   bool is_gone(int rank);
+  std::string name_of(int rank) const;
   std::string who(int rank);
   std::string waited_for() const;  // the beginning of a message
 
@@ -172,6 +174,9 @@ int fork_generation();
 int futex_wait(std::atomic<uint32_t>& word, uint32_t value, int milliseconds);
 void futex_wake(std::atomic<uint32_t>& word);
 void pause_briefly();
+
+// When so many seconds have passed; the end of time for more than the clock can count.
+Clock::time_point after(double seconds);
 
 inline bool reached(uint32_t step, uint32_t wanted) { return int32_t(step - wanted) >= 0; }
 

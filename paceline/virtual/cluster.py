@@ -93,12 +93,20 @@ class Cluster:
 
     def _run(self, commits: float, seconds: float) -> None:
         together = self._work is None and isinstance(self.network, Instant) and seconds == math.inf
+        patience = math.inf if commits < math.inf else 1000 + 100 * self.workers  # events at one time
+        still = 0
         while event := next(self._events, None):
             at, worker, batch = event
             if at > seconds:
                 self.now = max(self.now, seconds)
                 self._events = itertools.chain([event], self._events)  # for a run that goes on
                 return
+            still = 0 if at > self.now else still + 1
+            if still > patience:
+                raise UsageError(
+                    f"policy {self._policy}: the clock stands still at {at:g} s, as steps under {self._delay} take no "
+                    "time beside that; give longer ones, as in --delays 1"
+                )
             self.now = at
             if batch.call is not None:
                 batch.call(at)

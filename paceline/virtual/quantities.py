@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal
@@ -60,7 +61,9 @@ def read_quantities(text: str, kinds: Mapping[str, Units]) -> dict[str, float]:
         try:
             found[kind] = float(Decimal(number) * kinds[kind][unit])
         except ArithmeticError:
-            raise UsageError(f"wanted a number that a float can hold, found {number[:40]}") from None
+            found[kind] = math.inf
+        if math.isinf(found[kind]):
+            raise UsageError(f"wanted a number that a float can hold, found {number[:40]}{unit}")
     return found
 
 

@@ -26,6 +26,9 @@ from paceline.virtual.network import Collective, Instant, Network, ServerLink
 
 Scaling = Literal["weak", "strong"]
 Topology = Literal["ring", "tree", "two-level"]
+MOST_WORKERS = 1_000_000  # each has its place in memory
+_MOST_BUCKETS = 100_000  # each is looked at in every exchange
+_LONGEST = 1e9  # seconds: beside longer ones a clock of floats would not notice the steps
 BACKWARD = 2 / 3  # of a step's computing: it costs about twice the forward pass
 
 
@@ -58,6 +61,8 @@ class Scenario:
             raise unknown_name("topology", self.topology, get_args(Topology))
         if self.workers < 1:
             raise UsageError(f"a cluster has at least 1 worker, got {self.workers}")
+        if self.workers > MOST_WORKERS:
+            raise UsageError(f"a virtual cluster has at most {MOST_WORKERS:,} workers, got {self.workers:,}")
         if self.hosts < 1 or self.workers % self.hosts:
             raise UsageError(f"{self.workers} workers cannot be spread evenly over {self.hosts} hosts")
         if self.examples < 1:
@@ -69,8 +74,8 @@ class Scenario:
             )
         if not 0 <= self.nbytes < math.inf:
             raise UsageError(f"parameters have 0 or more bytes, got {self.nbytes:g}")
-        if not 0 <= self.notice < math.inf:
-            raise UsageError(f"a failure is noticed after 0 or more seconds, got {self.notice:g}")
+        if not 0 <= self.notice <= _LONGEST:
+            raise UsageError(f"the notice of a failure takes from 0 to {_LONGEST:g} seconds, got {self.notice:g}")
 
     @property
     def compute(self) -> Delay:
@@ -96,9 +101,23 @@ class Scenario:
             )
         policy.begin(self.workers)
         self.compute.check_workers(self.workers)
-        for link in (self.link, self.inside):
-            parse_link(link)
+        self._check_messages()
         return policy
+
+    def _check_messages(self) -> None:
+        for link in (self.link, self.inside):
+            seconds = parse_link(link).seconds(self.nbytes)
+            if seconds > _LONGEST:
+                raise UsageError(
+                    f"a message of {self.nbytes:g} bytes over a link of {link} takes {seconds:g} s, and {_LONGEST:g} "
+                    "are the most; choose a faster one, as in --link 1Gbit/s"
+                )
+        policy = parse_policy(self.policy)
+        if isinstance(policy, AllReduce) and _bucket_count(self.nbytes, policy) > _MOST_BUCKETS:
+            raise UsageError(
+                f"{self.nbytes:g} bytes are {_bucket_count(self.nbytes, policy):,} buckets, and {_MOST_BUCKETS:,} are "
+                "the most; choose larger ones, as in all-reduce(bucket_cap_mb=1000), or a smaller --size"
+            )
 
     def cluster(self, work: Work | None = None) -> Cluster:
         """Make the virtual cluster; its clock stands at 0."""
@@ -228,8 +247,15 @@ def _efficiency(cluster: Cluster, throughput: float) -> float | None:
 
 def _buckets(nbytes: float, policy: AllReduce) -> list[float]:
     """The sizes of the buckets that so many bytes fill: the first one, then as many as it takes of the others."""
+    count = _bucket_count(nbytes, policy)
+    first = policy.first_bucket_mb * 2**20
+    if count == 1 or not first:
+        return [nbytes / count] * count
+    return [first, *[(nbytes - first) / (count - 1)] * (count - 1)]
+
+
+def _bucket_count(nbytes: float, policy: AllReduce) -> int:
     cap, first = policy.bucket_cap_mb * 2**20, policy.first_bucket_mb * 2**20
     if not cap or nbytes <= first:
-        return [nbytes]
-    count = math.ceil((nbytes - first) / cap)
-    return [*([first] if first else []), *[(nbytes - first) / count] * count]
+        return 1
+    return math.ceil((nbytes - first) / cap) + bool(first)

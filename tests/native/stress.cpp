@@ -48,7 +48,7 @@ void with_ranks(int size, double timeout, const Work& work) {
     ranks.emplace_back([=, &work] {
       std::vector<int> life;
       for (int i = 0; i < size; ++i) life.push_back(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
-      Group group(file, Member{rank, size, 2, timeout, "stress"}, std::move(life));
+      Group group(file, Member{rank, size, 2, timeout, "stress", {}}, std::move(life));
       work(group, rank, size);
       group.close();
     });

@@ -1,0 +1,30 @@
+"""Short texts as tensors of one size, so that ranks can tell each other what they are doing before they do it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+LENGTH = 2048  # enough for the shape of any tensor
+_CUT = LENGTH - 1  # the last byte is always zero
+
+
+def packed(text: str) -> Tensor:
+    """The text as bytes, with zeros behind it; what is too long is cut."""
+    return torch.frombuffer(bytearray(text.encode()[:_CUT].ljust(LENGTH, b"\0")), dtype=torch.uint8)
+
+
+def unpacked(described: Tensor) -> str:
+    """The text of ``packed``."""
+    return ctypes.string_at(described.data_ptr()).decode(errors="replace")
+
+
+def difference(texts: dict[int, str]) -> str:
+    """Name two ranks that say different things; empty if all say the same."""
+    (first, said), *others = texts.items()
+    for rank, text in others:
+        if text != said:
+            return f"rank {first} is in {said}, rank {rank} in {text}"
+    return ""
