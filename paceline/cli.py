@@ -20,6 +20,7 @@ import click
 from paceline.cli_options import PathType, delay_options, needs_server, read_delay
 from paceline.cli_run import run, serve
 from paceline.errors import CommError, PacelineError, UsageError, unknown_name
+from paceline.interrupts import INTERRUPTED, Interrupts, answered, end_at_once
 from paceline.launch.environment import read_world
 from paceline.launch.reports import supervised
 from paceline.version import __version__
@@ -56,6 +57,8 @@ def cli(context: click.Context) -> None:
     """Train one PyTorch model on many workers; how they keep pace is a value you pass in."""
     if context.invoked_subcommand is None:
         print(context.get_help())
+    elif context.invoked_subcommand in ("simulate", "study"):  # which import torch to know their options
+        context.with_resource(answered(end_at_once, signal.SIGINT))
 
 
 cli.add_command(run)
@@ -318,20 +321,6 @@ def _asked_to_stop() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end a study as Ctrl-C does."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 class _Studies(click.Group):
     """The studies as subcommands; their table is imported only when it is asked for, since it needs torch."""
 
@@ -379,8 +368,28 @@ def _study_options(folder: str) -> list[click.Parameter]:
     ]
 
 
-def _run_study(
-    kind: type[Study], folder: str, /, data: Path | None, seed: int, out: Path | None, as_json: bool, **options: Any
+def _run_study(kind: type[Study], folder: str, /, **options: Any) -> None:
+    """Run a study and show what came of it; broken off, what is known by then."""
+    interrupts = Interrupts()
+    with interrupts.heard():
+        try:
+            _show_study(kind, folder, interrupts, **options)
+        except KeyboardInterrupt as error:
+            _fail(str(error) or "interrupted", INTERRUPTED)
+    if interrupts.asked:
+        _fail("interrupted when all had been measured; the results are whole", INTERRUPTED)
+
+
+def _show_study(
+    kind: type[Study],
+    folder: str,
+    interrupts: Interrupts,
+    /,
+    data: Path | None,
+    seed: int,
+    out: Path | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     from paceline.studies import StudyContext
     from paceline.studies.files import check_folder, write_result
@@ -388,20 +397,20 @@ def _run_study(
 
     study = kind(**options)
     check_folder(out or Path())
-    with _stop_on_sigterm():
-        with progress_bar() as tell:
-            result = study.run(StudyContext(data=data, seed=seed, tell=tell))
-        # Printed first: should the disk be full, minutes of measuring are not lost.
-        if as_json:
-            print(json.dumps(result.as_dict(), allow_nan=False))
-        else:
-            print_table(result)
-        out = out or _free_directory("out", lambda number: folder if number == 1 else f"{folder}-{number}")
-        write_result(result, out)
+    with progress_bar() as tell:
+        result = study.run(StudyContext(data=data, seed=seed, tell=tell, interrupts=interrupts))
+    interrupts.show_results()
+    # Printed first: should the disk be full, minutes of measuring are not lost.
+    if as_json:
+        print(json.dumps(result.as_dict(), allow_nan=False))
+    else:
+        print_table(result)
+    out = out or _free_directory("out", lambda number: folder if number == 1 else f"{folder}-{number}")
+    write_result(result, out)
     if not as_json:
         print(f"result.json, table.md, plot.png: {out}")
     if result.missing is not None:
-        _fail(result.missing, 130 if result.interrupted else 1)
+        _fail(result.missing, INTERRUPTED if result.interrupted else 1)
 
 
 class _Simulate(click.Command):

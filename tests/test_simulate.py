@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +238,92 @@ def test_breaking_off_with_a_problem(simulate: Any, broken_off: Any) -> None:
 def test_breaking_off_before_anything_is_known(simulate: Any, broken_off: Any) -> None:
     broken_off(1)
     code, out, err = simulate()
-    assert (code, out) == (130, "") and "interrupted" in err
+    assert (code, out) == (130, "")
+    assert re.fullmatch(
+        r"paceline: interrupted in run 1 of 4, at [1-9][.0-9]* virtual seconds, before its first commit\n", err
+    )
+
+
+def test_breaking_off_before_the_first_commit_of_a_later_run(simulate: Any, broken_off: Any) -> None:
+    broken_off(101)
+    code, out, err = simulate("--json", "--commits", "100")
+    assert code == 130 and [row[0] for row in json.loads(out)["rows"]] == ["sync"]
+    assert "interrupted in run 2 of 4" in err and "before its first commit" in err
+
+
+PRESS_WHILE_IMPORTING = """
+import runpy, signal, sys
+
+class Press:
+    def find_spec(self, name, path, target=None):
+        if name == module:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:  # torch and numpy lose it like this in some places
+                pass
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests were started with
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Press())
+runpy.run_module("paceline", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("command", [["simulate", "--commits", "5"], ["study", "stragglers", "--iterations", "5"]])
+@pytest.mark.parametrize("module", ["click", "numpy", "torch", "torch.distributed", "paceline.studies.terminal"])
+def test_ctrl_c_while_importing_is_not_lost(command: list[str], module: str, tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", PRESS_WHILE_IMPORTING, module, *command], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "paceline: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_ctrl_c_in_a_run_ends_it_with_what_is_known(times: int, simulate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    count_commit, write = Tally.commit, write_result
+
+    def press_at_the_tenth(tally: Tally, *arguments: Any) -> None:
+        count_commit(tally, *arguments)
+        if len(tally.commit_times) == 10:
+            signal.raise_signal(signal.SIGINT)
+
+    def press_again(*arguments: Any) -> None:
+        for _ in range(times - 1):
+            signal.raise_signal(signal.SIGINT)
+        write(*arguments)
+
+    monkeypatch.setattr(Tally, "commit", press_at_the_tenth)
+    monkeypatch.setattr("paceline.studies.files.write_result", press_again)
+    before = signal.getsignal(signal.SIGINT)
+    code, out, err = simulate("--json")
+    assert code == 130 and err.count("\n") == 1 and "in run 1 of 4" in err
+    assert [record["commits"] for record in json.loads(out)["records"]] == [10]
+    assert Path("simulation/result.json").exists()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_second_ctrl_c_breaks_into_a_step(simulate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press_for_ever(*arguments: Any) -> None:
+        for _ in range(5):
+            signal.raise_signal(signal.SIGINT)
+        pytest.fail("the step went on")
+
+    monkeypatch.setattr(Tally, "commit", press_for_ever)
+    code, out, err = simulate()
+    assert (code, out) == (130, "") and "before its first commit" in err
+
+
+def test_ctrl_c_while_results_are_written_lets_them_be_written(simulate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        write_result(*arguments)
+
+    monkeypatch.setattr("paceline.studies.files.write_result", press)
+    code, out, err = simulate("--json", "--commits", "5")
+    assert code == 130 and len(json.loads(out)["rows"]) == 4
+    assert err == "paceline: interrupted when all had been measured; the results are whole\n"
+    assert Path("simulation/plot.png").exists()
 
 
 def test_studies_broken_off(broken_off: Any, tmp_path: Path) -> None:

@@ -16,7 +16,11 @@ class Runs:
     """What came of scenarios; fewer than were asked for, the last one cut short, if the user broke off."""
 
     done: tuple[tuple[Scenario, Learned], ...]  # without a problem, the curves are empty
-    interrupted: bool
+    broken_off: str | None  # where, if so
+
+    @property
+    def interrupted(self) -> bool:
+        return self.broken_off is not None
 
 
 def run_cases(
@@ -27,42 +31,73 @@ def run_cases(
     seconds: float | None = None,
     course: Course | None = None,
 ) -> Runs:
-    """Run the scenarios for so many commits, or with a course for so many seconds; Ctrl-C ends with what is known."""
+    """Run the scenarios for so many commits, or with a course for so many seconds; Ctrl-C ends with what is known.
+
+    If nothing is known of even the first one, the ``KeyboardInterrupt`` that is raised says how far it was.
+    """
     for case in cases:
         case.check(has_loss=course is not None)
     done: list[tuple[Scenario, Learned]] = []
-    for number, case in enumerate(cases):
-        context.tell(f"{case.policy} x {case.workers}", number, len(cases))
-        try:
-            done.append((case, _run(case, commits, seconds, course)))
-        except _CutShort as cut:
-            return Runs(done=tuple([*done, (case, cut.known)] if cut.known else done), interrupted=True)
+    with context.interrupts.collected() as stop:
+        for number, case in enumerate(cases):
+            context.tell(f"{case.policy} x {case.workers}", number, len(cases))
+            try:
+                done.append((case, _run(case, commits, seconds, course, stop)))
+            except _CutShort as cut:
+                where = f"interrupted in run {number + 1} of {len(cases)}, {cut}"
+                if cut.known is not None:
+                    done.append((case, cut.known))
+                if not done:
+                    raise KeyboardInterrupt(where) from None
+                return Runs(done=tuple(done), broken_off=where)
     context.tell("done", len(cases), len(cases))
-    return Runs(done=tuple(done), interrupted=False)
+    return Runs(done=tuple(done), broken_off=None)
 
 
 class _CutShort(Exception):
     """The user broke off; ``known`` is what there was by then."""
 
-    def __init__(self, known: Learned | None) -> None:
+    def __init__(self, known: Learned | None, now: float) -> None:
+        super().__init__(
+            f"at {now:,.6g} virtual seconds, {'before its first commit' if known is None else 'cut short'}"
+        )
         self.known = known
 
 
-def _run(case: Scenario, commits: int | None, seconds: float | None, course: Course | None) -> Learned:
-    if course is not None:
-        assert seconds is not None
-        lesson = Lesson(case, course, seconds=seconds)
-        try:
-            lesson.finish()
-        except KeyboardInterrupt:
-            raise _CutShort(_known(lesson.learned)) from None
-        return lesson.learned()
-    cluster = case.cluster()
+def _run(
+    case: Scenario, commits: int | None, seconds: float | None, course: Course | None, stop: Sequence[object]
+) -> Learned:
+    run: _TimesOnly | Lesson | None = None
     try:
-        cluster.run(commits=commits)
+        if course is None:
+            run = _TimesOnly(case, commits)
+        else:
+            assert seconds is not None
+            run = Lesson(case, course, seconds=seconds)
+        run.finish(stop)
+        if not stop:
+            return run.learned()
     except KeyboardInterrupt:
-        raise _CutShort(_known(lambda: Learned(run=summary(case, cluster), curve=()))) from None
-    return Learned(run=summary(case, cluster), curve=())
+        pass
+    raise _CutShort(None, 0.0) if run is None else _CutShort(_known(run.learned), run.now)
+
+
+class _TimesOnly:
+    """A scenario without a problem, asked as a lesson is."""
+
+    def __init__(self, case: Scenario, commits: int | None) -> None:
+        self._case, self._cluster = case, case.cluster()
+        self._commits = commits
+
+    @property
+    def now(self) -> float:
+        return self._cluster.now
+
+    def finish(self, stop: Sequence[object]) -> None:
+        self._cluster.run(commits=self._commits, stop=stop)
+
+    def learned(self) -> Learned:
+        return Learned(run=summary(self._case, self._cluster), curve=())
 
 
 def _known(ask: Callable[[], Learned]) -> Learned | None:

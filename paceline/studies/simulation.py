@@ -103,9 +103,7 @@ class Simulation(Study):
             runs = run_cases(
                 cases, context, commits=self.commits or COMMITS, seconds=self.seconds or SECONDS, course=course
             )
-        if not runs.done:
-            raise KeyboardInterrupt
-        return self._result(runs, problem, context, len(cases))
+        return self._result(runs, problem, context)
 
     def _cases(self, context: StudyContext) -> list[Scenario]:
         shared: dict[str, Any] = {
@@ -152,7 +150,7 @@ class Simulation(Study):
             notes=("Closed forms (Dutta et al., 2018); messages take no time. A - stands where none is known.",),
         )
 
-    def _result(self, runs: Runs, problem: Problem | None, context: StudyContext, asked: int) -> StudyResult:
+    def _result(self, runs: Runs, problem: Problem | None, context: StudyContext) -> StudyResult:
         columns, rows = list(TIMES), [times_row(case, learned) for case, learned in runs.done]
         if problem is not None:
             columns += [Column(name="loss", decimals=4), Column(name=problem.metric.name, decimals=4)]
@@ -169,7 +167,7 @@ class Simulation(Study):
             series=series,
             notes=self._notes(problem),
             records=tuple(record_of(learned) for _, learned in runs.done),
-            missing=self._missing(runs, problem, asked),
+            missing=self._missing(runs, problem),
             interrupted=runs.interrupted,
         )
 
@@ -178,9 +176,9 @@ class Simulation(Study):
         shown = (None, None) if last is None else (finite(last.loss), finite(last.value))
         return shown if self.target is None else (*shown, learned.time_to(problem, self.target))
 
-    def _missing(self, runs: Runs, problem: Problem | None, asked: int) -> str | None:
+    def _missing(self, runs: Runs, problem: Problem | None) -> str | None:
         if runs.interrupted:
-            return f"interrupted in run {len(runs.done)} of {asked}; the last one is cut short"
+            return runs.broken_off
         if self.target is None or problem is None:
             return None
         late = [str(case.policy) for case, learned in runs.done if learned.time_to(problem, self.target) is None]

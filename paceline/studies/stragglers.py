@@ -54,7 +54,7 @@ class StragglersStudy(Study):
             runs = run_cases(cases, context, commits=self.iterations)
         measured = self._by_number(runs)
         if not measured:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(runs.broken_off)
         rows = tuple(self._row(workers, *found) for workers, found in measured.items())
         return StudyResult(
             study=self,

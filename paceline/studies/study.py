@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
+from paceline.interrupts import Interrupts
 from paceline.spec import check_types, to_spec
 
 Tell: TypeAlias = Callable[[str, int, int], None]
@@ -32,6 +33,7 @@ class StudyContext:
     data: Path | None = None  # where the data sets lie
     seed: int = 0
     tell: Tell = lambda text, done, total: None
+    interrupts: Interrupts = field(default_factory=Interrupts)
 
 
 @dataclass(frozen=True, kw_only=True)

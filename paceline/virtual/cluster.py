@@ -86,12 +86,12 @@ class Cluster:
         self._drawn: list[float] = []
         self._start()
 
-    def run(self, *, commits: int | None = None, seconds: float = math.inf) -> None:
-        """Let the clock run until there are so many commits, or so many seconds have passed."""
+    def run(self, *, commits: int | None = None, seconds: float = math.inf, stop: Sequence[object] = ()) -> None:
+        """Let the clock run until there are so many commits, so many seconds have passed, or ``stop`` is not empty."""
         with _collector_paused() if self._work is None else contextlib.nullcontext():
-            self._run(math.inf if commits is None else commits, seconds)
+            self._run(math.inf if commits is None else commits, seconds, stop)
 
-    def _run(self, commits: float, seconds: float) -> None:
+    def _run(self, commits: float, seconds: float, stop: Sequence[object]) -> None:
         together = self._work is None and isinstance(self.network, Instant) and seconds == math.inf
         patience = math.inf if commits < math.inf else 1000 + 100 * self.workers  # events at one time
         still = 0
@@ -112,7 +112,7 @@ class Cluster:
                 batch.call(at)
             elif not (together and batch.alive and self._end_together(worker, batch)):
                 self._end(worker, batch.step, batch.version, at)
-            if self.version >= commits:
+            if self.version >= commits or stop:
                 return
         raise UsageError(self._stalled())
 

@@ -195,10 +195,16 @@ class Lesson:
         whole = dataclasses.replace(scenario, nbytes=nbytes, examples=batch_size)
         self._cluster = whole.cluster(self._learning)
 
-    def finish(self) -> None:
-        """Let the clock run to its end."""
-        self._cluster.run(seconds=self._seconds)
-        self._learning.look(math.nextafter(self._seconds, math.inf))
+    @property
+    def now(self) -> float:
+        """Where the clock stands."""
+        return self._cluster.now
+
+    def finish(self, stop: Sequence[object] = ()) -> None:
+        """Let the clock run to its end, or until ``stop`` is not empty."""
+        self._cluster.run(seconds=self._seconds, stop=stop)
+        if not stop:
+            self._learning.look(math.nextafter(self._seconds, math.inf))
 
     def learned(self) -> Learned:
         """What is known by now."""
