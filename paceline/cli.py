@@ -370,12 +370,14 @@ def _run_study(kind: type[Study], /, data: Path | None, seed: int, out: Path, as
     with _stop_on_sigterm():
         with progress_bar() as tell:
             result = study.run(StudyContext(data=data, seed=seed, tell=tell))
-        # Printed first: should the disk be full, minutes of measuring are not lost.
-        if as_json:
-            print(json.dumps(result.as_dict(), allow_nan=False))
-        else:
-            print_table(result)
-        write_result(result, out)
+        # Either way minutes of measuring are not lost: the reader of a pipe may be gone, or the disk be full.
+        try:
+            write_result(result, out)
+        finally:
+            if as_json:
+                print(json.dumps(result.as_dict(), allow_nan=False))
+            else:
+                print_table(result)
     if not as_json:
         print(f"result.json, table.md, plot.png: {out}")
     if result.missing is not None:
