@@ -400,13 +400,15 @@ def _show_study(
     with progress_bar() as tell:
         result = study.run(StudyContext(data=data, seed=seed, tell=tell, interrupts=interrupts))
     interrupts.show_results()
-    # Printed first: should the disk be full, minutes of measuring are not lost.
-    if as_json:
-        print(json.dumps(result.as_dict(), allow_nan=False))
-    else:
-        print_table(result)
-    out = out or _free_directory("out", lambda number: folder if number == 1 else f"{folder}-{number}")
-    write_result(result, out)
+    # Either way minutes of measuring are not lost: the reader of a pipe may be gone, or the disk be full.
+    try:
+        out = out or _free_directory("out", lambda number: folder if number == 1 else f"{folder}-{number}")
+        write_result(result, out)
+    finally:
+        if as_json:
+            print(json.dumps(result.as_dict(), allow_nan=False))
+        else:
+            print_table(result)
     if not as_json:
         print(f"result.json, table.md, plot.png: {out}")
     if result.missing is not None:

@@ -10,8 +10,9 @@ from hand import Hand, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.policies import POLICIES, ServerPolicy, parse_policy
+from paceline.policies import POLICIES, SSP, ServerPolicy, parse_policy
 from paceline.policies.messages import Push
+from paceline.policies.ssp import SSPState
 
 LAWFUL = [
     "sync",
@@ -226,6 +227,23 @@ def test_nobody_waits_for_ever(text: str, deeds: list[Deed], order: random.Rando
             if hand.workers[worker].computing:
                 hand.push(worker, loss=1.0)
     assert all(len(hand.begun[worker]) > steps for worker, steps in begun.items())
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@given(deeds=deeds)
+def test_ssp_lets_wait_those_who_are_too_far_ahead_and_nobody_else(bound: int, deeds: list[Deed]) -> None:
+    chaos = Chaos(SSP(bound=bound))
+    hand = chaos.hand
+
+    def check() -> None:
+        state = hand.state
+        assert isinstance(state, SSPState)
+        furthest = min(state.clocks.values(), default=0) + bound
+        assert all(state.clocks[worker] > furthest for worker in state.waiting)
+        assert all(state.clocks[worker] <= furthest for worker in hand.busy)
+        assert state.clocks.keys() == state.members.keys()
+
+    chaos.play(deeds, check)
 
 
 @every_policy

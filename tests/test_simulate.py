@@ -377,21 +377,6 @@ def test_mistakes_of_stragglers(options: dict[str, Any], complaint: str) -> None
         StragglersStudy(**options)
 
 
-@pytest.mark.parametrize("options", [{"policies": ()}, {"seconds": 0.0}, {"rate": -1.0}])
-def test_mistakes_of_the_trade_off(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        TradeOffStudy(**options)
-
-
-def test_the_trade_off_has_its_columns() -> None:
-    study = TradeOffStudy(problem="digits", policies=("sync", "async"), seconds=60.0, points=30, rate=0.1)
-    found = study.run(StudyContext())
-    (_, commits, iteration, stale, _, *losses), fast = found.rows
-    assert isinstance(commits, int) and isinstance(iteration, float)
-    assert stale == 0 and commits * iteration == pytest.approx(60, rel=0.2)
-    assert fast[1] > 8 * commits and all(isinstance(loss, float) for loss in losses)  # type: ignore[operator]
-
-
 def test_simulation_has_a_text_form_and_brackets_keep_commas() -> None:
     assert str(Simulation()) == "simulate"
     assert split_outside_brackets("a(b, c),d,(e, (f, g))") == ["a(b, c)", "d", "(e, (f, g))"]

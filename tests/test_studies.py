@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import sys
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ QUICK: dict[str, Study] = {
     "trade-off": TradeOffStudy(problem="digits", policies=("sync", "async"), seconds=20.0, points=5),
 }
 FORMULAS = {"communication"}  # nothing random in them, and nothing for threads to do
+FORMULA_ARGUMENTS = ["study", "communication", "--workers", "2,8", "--messages", "4kB"]
 QUICK_ARGUMENTS = [
     "study", "optimizers", "--problem", "digits", "--steps", "30", "--evaluate-every", "10",
     "--networks", "net1,net2", "--optimizers", "momentum,adam",
@@ -328,6 +330,31 @@ def test_json_is_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "result.json").read_text())
     assert without_times(printed) == without_times(json.loads(as_json(quick_result("optimizers", seed=1))))
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_reader_that_goes_away_does_not_cost_the_files(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody_reads(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("paceline.studies.terminal.print_table", nobody_reads)
+    monkeypatch.setattr("builtins.print", nobody_reads)
+    assert run_main([*FORMULA_ARGUMENTS, *flags, "--out", str(tmp_path)]) == 1
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["plot.png", "result.json", "table.md"]
+
+
+def test_a_disk_that_is_full_does_not_cost_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(*_: Any) -> None:
+        raise PacelineError("the results could not be written")
+
+    monkeypatch.setattr("paceline.studies.files.write_result", no_room)
+    assert run_main([*FORMULA_ARGUMENTS, "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "ring" in printed.out and "could not be written" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -13,9 +14,37 @@ from paceline.policies.state import ServerState
 
 @dataclass
 class SSPState(ServerState):
-    """How far each worker is, in pushes."""
+    """How far each worker is, in pushes; who is slowest is known without asking them all."""
 
-    clocks: dict[int, int] = field(default_factory=dict)
+    clocks: dict[int, int] = field(default_factory=dict)  # worker -> its pushes
+    crowd: dict[int, int] = field(default_factory=dict)  # clock -> how many workers it is the clock of, never 0
+    slowest: int = 0  # the least of the clocks
+
+    def put(self, worker: int, clock: int) -> None:
+        """Give a worker without a clock this one, which must not be behind the slowest."""
+        if not self.clocks:
+            self.slowest = clock
+        self.clocks[worker] = clock
+        self.crowd[clock] = self.crowd.get(clock, 0) + 1
+
+    def tick(self, worker: int) -> None:
+        """Let the worker's clock go on by one."""
+        clock = self.clocks[worker]
+        self.clocks[worker] = clock + 1
+        self.crowd[clock + 1] = self.crowd.get(clock + 1, 0) + 1
+        self._depart(clock)
+
+    def remove(self, worker: int) -> None:
+        """Forget the worker's clock, if it has one."""
+        if worker in self.clocks:
+            self._depart(self.clocks.pop(worker))
+
+    def _depart(self, clock: int) -> None:
+        self.crowd[clock] -= 1
+        if not self.crowd[clock]:
+            del self.crowd[clock]
+        while self.crowd and self.slowest not in self.crowd:
+            self.slowest += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,46 +73,47 @@ class SSP(ServerPolicy):
 
     def begin(self, workers: int) -> ServerState:
         state = _own(super().begin(workers))
-        state.clocks = dict.fromkeys(range(workers), 0)
+        state.clocks, state.crowd = dict.fromkeys(range(workers), 0), {0: workers}
         return state
 
     def pushes_per_commit(self, workers: int) -> int:
         return 1
 
     def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
-        state, mine = _own(state), worker
+        state = _own(state)
         state.join(worker, incarnation)
-        others = (clock for worker, clock in state.clocks.items() if worker != mine)
-        state.clocks[worker] = min(others, default=0)  # it neither holds others back nor is held back
-        return self._release(state)
+        state.remove(worker)
+        state.put(worker, state.slowest if state.clocks else 0)  # it neither holds others back nor is held back
+        return self._release(state, state.waiting)
 
     def left(self, state: ServerState, worker: int, at: float) -> Actions:
         state = _own(state)
         state.leave(worker)
-        state.clocks.pop(worker, None)
-        return self._release(state)
+        state.remove(worker)
+        return self._release(state, state.waiting)
 
     def asked(self, state: ServerState, worker: int, at: float) -> Actions:
         if not state.ask(worker):
             return NOTHING
         state.waiting[worker] = None
-        return self._release(_own(state))
+        return self._release(_own(state), (worker,))
 
     def pushed(self, state: ServerState, push: Push, at: float) -> Actions:
         if not state.end_step(push):
             return (Drop(push),)
         state = _own(state)
+        slowest = state.slowest
         state.version += 1
-        state.clocks[push.worker] += 1
+        state.tick(push.worker)
         state.waiting[push.worker] = None
-        return (mean_of((push,)), *self._release(state))
+        # Those who wait already go on waiting until the slowest moves: nobody else has to be looked at before.
+        candidates = state.waiting if state.slowest > slowest else (push.worker,)
+        return (mean_of((push,)), *self._release(state, candidates))
 
-    def _release(self, state: SSPState) -> Actions:
-        """Send to those who wait and are near enough to the slowest."""
-        if not state.waiting:
-            return NOTHING
-        furthest = min(state.clocks.values()) + self.bound
-        free = tuple([worker for worker in state.waiting if state.clocks[worker] <= furthest])
+    def _release(self, state: SSPState, candidates: Iterable[int]) -> Actions:
+        """Send to those of the candidates, who all wait, that are near enough to the slowest."""
+        furthest = state.slowest + self.bound
+        free = tuple([worker for worker in candidates if state.clocks[worker] <= furthest])
         for worker in free:
             del state.waiting[worker]
         return (state.send(free),) if free else NOTHING

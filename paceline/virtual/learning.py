@@ -69,8 +69,11 @@ class Learning:
         if isinstance(self._optimizer, torch.optim.LBFGS):
             raise UsageError("LBFGS evaluates a loss several times in a step, and a server has only gradients; use sgd")
         self._replica = copy.deepcopy(self.model)
+        self._trained, _ = _flatten(self.model)
         self._parameters, self._gradient = _flatten(self._replica)
-        self._newest = self._parameters.clone()
+        for own, computed in zip(self.model.parameters(), self._replica.parameters(), strict=True):
+            own.grad = computed.grad
+        self._newest = self._loaded = self._parameters.clone()
         self._queue = BatchQueue(problem.train, batch_size, seed)
         self._reads: list[Tensor] = [self._newest] * workers
         self._batches = [0] * workers
@@ -97,7 +100,9 @@ class Learning:
         number = self._batches[worker]
         inputs, targets = self._queue.fetch(number)
         seed_streams(derive_seed(self._seed, "batch", number))
-        self._parameters.copy_(self._reads[worker])
+        if self._loaded is not self._reads[worker]:
+            self._loaded = self._reads[worker]
+            self._parameters.copy_(self._loaded)
         self._gradient.zero_()
         loss = self._problem.loss(self._replica(inputs), targets)
         torch.autograd.backward(loss)
@@ -113,11 +118,8 @@ class Learning:
         self._gradient.zero_()
         for push, weight in zip(pushes, weights, strict=True):
             self._gradient.add_(self._done.pop((push.worker, push.step))[0], alpha=weight)
-        for own, computed in zip(self.model.parameters(), self._replica.parameters(), strict=True):
-            own.grad = computed.grad
         self._optimizer.step()
-        trained = [parameter.detach().flatten() for parameter in self.model.parameters() if parameter.requires_grad]
-        self._newest = torch.cat(trained)
+        self._newest = self._trained.clone()
         self._commits += 1
 
     def look(self, at: float) -> None:
