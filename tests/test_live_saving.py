@@ -115,7 +115,9 @@ def test_a_run_goes_on_where_its_server_was_stopped(tmp_path: Path, policy: str,
     """With pushes that wait for a commit, and steps under way; every sample is used once an epoch all the same."""
     used = torch.zeros(COUNT)
     with Watched(tmp_path, seen_trainee(COUNT), policy) as host, host.cluster() as cluster:
-        host.then = lambda: cluster.stop() if len(host.commits) == commits else None
+        # Not before all have joined: one that comes later would look for a server that is gone.
+        there = lambda: len(cluster.server._members) == WORKERS  # noqa: E731
+        host.then = lambda: cluster.stop() if len(host.commits) >= commits and there() else None
         cluster.run([seen_trainee(COUNT) for _ in range(WORKERS)], work_until_told_to_stop)
     used += torch.tensor(times_used(cluster))
     with Watched(tmp_path, seen_trainee(COUNT), policy, resume=True) as host, host.cluster() as cluster:
