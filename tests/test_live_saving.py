@@ -116,8 +116,11 @@ def test_a_run_goes_on_where_its_server_was_stopped(tmp_path: Path, policy: str,
     used = torch.zeros(COUNT)
     with Watched(tmp_path, seen_trainee(COUNT), policy) as host, host.cluster() as cluster:
         # Not before all have joined: one that comes later would look for a server that is gone.
-        there = lambda: len(cluster.server._members) == WORKERS  # noqa: E731
-        host.then = lambda: cluster.stop() if len(host.commits) >= commits and there() else None
+        def stop_when_due() -> None:
+            if len(host.commits) >= commits and len(cluster.server._members) == WORKERS:
+                cluster.stop()
+
+        host.then = stop_when_due
         cluster.run([seen_trainee(COUNT) for _ in range(WORKERS)], work_until_told_to_stop)
     used += torch.tensor(times_used(cluster))
     with Watched(tmp_path, seen_trainee(COUNT), policy, resume=True) as host, host.cluster() as cluster:
