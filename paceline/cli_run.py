@@ -101,9 +101,13 @@ def serve(
             options = ["--join", address]
             options += [] if file is None else ["--token-file", str(file)]
             options += ["--trusted-network"] if trusted_network else []
-            print(f"serving at tcp://{address}")
-            print("the token is in", "PACELINE_TOKEN" if file is None else file)
-            print("join with:", shlex.join(["paceline", "run", *options, *command]), flush=True)
+            # At once: the server's own output may come between any two writes.
+            sys.stdout.write(
+                f"serving at tcp://{address}\n"
+                f"the token is in {'PACELINE_TOKEN' if file is None else file}\n"
+                f"join with: {shlex.join(['paceline', 'run', *options, *command])}\n"
+            )
+            sys.stdout.flush()
 
     server = ServerOptions(alone=True, bind=where, trusted=trusted_network, token=token)
     return supervise(command, workers=workers, policy=policy, on_report=hear, on_stop=_tell_of_interrupt, server=server)

@@ -8,15 +8,20 @@ import math
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from paceline.guard import OnNaN
-from paceline.launch.environment import ServerPlace
+from paceline.launch.environment import ServerPlace, launched_command
 from paceline.launch.reports import report
 from paceline.launch.service import read_gone
 from paceline.peers.exchange import Alone
 from paceline.policies.server import ServerPolicy
+from paceline.record.fingerprints import hash_of, state_tensors
 from paceline.record.run import Run
+from paceline.record.trace import Ended, Hashed, Place, TraceWriter
 from paceline.server.listening import Listener
 from paceline.server.live import Committed, LiveServer
 from paceline.server.work_queue import WorkQueue
@@ -27,17 +32,19 @@ _TIME_TO_COME = 60.0  # seconds that workers of other hosts have after the other
 
 
 class Hosting(Alone):
-    """What the server's session keeps in place of an exchange: which batches are used."""
+    """What the server's session keeps in place of an exchange: which batches are used, and where its trace is."""
 
     def __init__(self, workers: int) -> None:
         self.rank, self.world_size = 0, workers
         self.queue = WorkQueue()
+        self.traced: Place | None = None  # how far the trace was when last saved
 
     def state_dict(self) -> dict[str, Any]:
-        return self.queue.state_dict()
+        return {**self.queue.state_dict(), "traced": list(self.traced or ())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.queue.load_state_dict(state)
+        self.traced = Place(*state["traced"]) if state["traced"] else None
 
 
 class HostingSession(Session):
@@ -57,6 +64,7 @@ class HostingSession(Session):
     ) -> None:
         self._hosting = Hosting(workers)
         self._server_policy = policy
+        self._trace: TraceWriter | None = None
         super().__init__(
             trainee,
             policy=policy,
@@ -75,6 +83,7 @@ class HostingSession(Session):
         listener = Listener(bytes.fromhex(place.token), trusted=place.trusted)
         with _caught_signals(caught), self:
             try:
+                self._trace = self._open_trace()
                 server = LiveServer(
                     self._trainee,
                     self._server_policy,
@@ -86,6 +95,7 @@ class HostingSession(Session):
                     seed=self.seed,
                     listener=listener,
                     host=self,
+                    trace=self._trace,
                 )
                 _listen(listener, place)
                 gone: set[int] = set()
@@ -97,13 +107,42 @@ class HostingSession(Session):
                             server.worker_is_gone(rank)
                     return bool(caught)
 
-                server.serve(asked_to_stop)
+                whole = server.serve(asked_to_stop)
+                self._end_trace(whole)
                 for rank, figures in server.figures().items():
                     self._write("worker", worker=rank, **figures)
                 self._write("strangers", refused=listener.strangers)
             finally:
                 listener.close()
         raise SystemExit(128 + caught[0] if caught else 0)
+
+    def _open_trace(self) -> TraceWriter | None:
+        if self.run is None:
+            return None
+        about = {
+            **self._describe(),
+            "processor": torch.backends.cpu.get_cpu_capability(),
+            "command": launched_command(),
+            "directory": str(Path.cwd()),
+        }
+        return TraceWriter(self.run.path / "trace.bin", about, after=self._hosting.traced)
+
+    def _end_trace(self, whole: bool) -> None:
+        if self._trace is not None:
+            self._note_hash()
+            self._trace.append(Ended(whole))
+            self._trace.close()
+            self._trace = None
+
+    def _note_hash(self) -> None:
+        """Put a hash of the parameters into the trace, for a replay to compare."""
+        if self._trace is not None:
+            self._trace.append(Hashed(self.steps, hash_of(state_tensors(self._trainee.model))))
+            self._hosting.traced = self._trace.sync()
+
+    def save(self, path: str | Path | None = None) -> Path | None:
+        self._note_hash()
+        return super().save(path)
 
     # What the server asks of its host ---------------------------------------------------------------------
 
@@ -112,6 +151,8 @@ class HostingSession(Session):
 
     def committed(self, commit: Committed) -> None:
         self.steps, self._data.epoch = commit.version, commit.epoch
+        if self._trace is not None:
+            self._trace.flush()
         if self.steps % self._log_every == 0:
             values = dataclasses.asdict(commit)
             del values["version"], values["epoch"]

@@ -24,6 +24,7 @@ from paceline.launch.reports import report
 from paceline.pauses import Pauses
 from paceline.peers.exchange import Alone, averaged_dtype
 from paceline.policies import Policy
+from paceline.record.fingerprints import checksum_of
 from paceline.record.metrics import as_number
 from paceline.seeding import derive_seed, seed_streams
 from paceline.server.client import Client
@@ -87,6 +88,7 @@ class ServedSession(Session):
         self._waited = 0.0
         self._repeat = False  # the last step was cancelled: its batch, if it is our own, comes again
         self._means = 0  # in this epoch
+        self._data_checksum: int | None = None
         self._failed = False
         self.steps = welcome.version
 
@@ -124,8 +126,16 @@ class ServedSession(Session):
         sampler = ShardedSampler(
             len(found.dataset), found.batch_size, seed=self.seed, shuffle=found.shuffle, last=found.last
         )
-        self._client.describe(sampler.num_samples, sampler.batch_size, sampler.last, sampler.shuffle)
-        return self._handed_out(NumberedBatches(found.dataset, sampler, found.options.get("collate_fn")), end)
+        batches = NumberedBatches(found.dataset, sampler, found.options.get("collate_fn"))
+        checksum = self._checksum(batches) if self.rank == 0 else 0  # one is enough
+        self._client.describe(sampler.num_samples, sampler.batch_size, sampler.last, sampler.shuffle, checksum)
+        return self._handed_out(batches, end)
+
+    def _checksum(self, batches: NumberedBatches) -> int:
+        """A checksum of the first batch, made once, by which a replay sees that it has the same data."""
+        if self._data_checksum is None:
+            self._data_checksum = checksum_of(batches.fetch(0, 0))
+        return self._data_checksum
 
     def _handed_out(self, batches: NumberedBatches, end: int) -> Iterator[Any]:
         self._epochs = end

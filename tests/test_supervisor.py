@@ -178,6 +178,8 @@ def test_ctrl_c_lets_the_workers_save(bench: Bench) -> None:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_the_command_says_that_it_was_interrupted(bench: Bench, name: str) -> None:
     script = bench.script("Path('ready').touch(); sleep()")
+    if signal.getsignal(signal.Signals[name]) is signal.SIG_IGN:  # as under nohup: the command would ignore it too
+        signal.signal(signal.Signals[name], signal.SIG_DFL)
     with started(["run", script], mark=bench.mark) as process:
         while not (bench.directory / "ready").exists():
             assert process.poll() is None

@@ -135,16 +135,32 @@ BAD_BODIES = [
     (Save, b'{"path": "\\ud800"}', "Save.path: wanted str"),
     (Save, b'{"path": "\xff"}', "wanted a JSON object"),
     (Save, b"[" * 60_000, "wanted a JSON object"),
-    (Data, b'{"num_samples":1,"batch_size":1,"last":"all","shuffle":true}', "'short' or 'drop' or 'pad', found 'all'"),
-    (Data, b'{"num_samples":-1,"batch_size":1,"last":"pad","shuffle":true}', "wanted a whole number of 0 or more"),
-    (Data, b'{"num_samples":true,"batch_size":1,"last":"pad","shuffle":true}', "wanted a whole number of 0 or more"),
-    (Data, b'{"num_samples":1.0,"batch_size":1,"last":"pad","shuffle":true}', "wanted a whole number of 0 or more"),
+    (
+        Data,
+        b'{"num_samples":1,"batch_size":1,"last":"all","shuffle":true,"checksum":0}',
+        "'short' or 'drop' or 'pad', found 'all'",
+    ),
+    (
+        Data,
+        b'{"num_samples":-1,"batch_size":1,"last":"pad","shuffle":true,"checksum":0}',
+        "wanted a whole number of 0 or more",
+    ),
+    (
+        Data,
+        b'{"num_samples":true,"batch_size":1,"last":"pad","shuffle":true,"checksum":0}',
+        "wanted a whole number of 0 or more",
+    ),
+    (
+        Data,
+        b'{"num_samples":1.0,"batch_size":1,"last":"pad","shuffle":true,"checksum":0}',
+        "wanted a whole number of 0 or more",
+    ),
     (Data, b'{"num_samples":' + b"9" * 5000 + b"}", "wanted a JSON object"),
     (Mean, b'{"epoch":0,"key":"a","weight":' + b"9" * 400 + b',"values":[]}', "wanted float"),
     (Mean, b'{"epoch":0,"key":"a","weight":1.0,"values":[[1.0]]}', "Mean.values: wanted float"),
     (Mean, b'{"epoch":0,"key":"a","weight":1.0,"values":{}}', "Mean.values: wanted tuple"),
-    (Go, bytes(16) + b"\x02" + bytes(24), "wanted 0 or 1 for a flag, found 2"),
-    (Skip, bytes(7), "wanted a body of 8 bytes, found 7"),
+    (Go, bytes(16) + b"\x02" + bytes(25), "wanted 0 or 1 for a flag, found 2"),
+    (Skip, bytes(7), "wanted a body of 16 bytes, found 7"),
     (Push, bytes(39), "wanted a body of at least 40 bytes, found 39"),
 ]
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -100,6 +101,12 @@ def asked_policy(environment: Mapping[str, str] | None = None) -> str | None:
 def asked_token() -> str | None:
     """The join token that the user has put into the environment, if so."""
     return os.environ.get(TOKEN) or None
+
+
+def launched_command() -> list[str]:
+    """What a supervisor has started in this process: a script or ``-m module``, and its arguments; empty if nothing."""
+    ours = ["-m", "paceline.launch.worker"]
+    return sys.orig_argv[3:] if sys.orig_argv[1:3] == ours else []
 
 
 def take_supervisor() -> tuple[int, int] | None:

@@ -59,16 +59,17 @@ struct InstructionSet {
   const char* name;
   Block reduce_block;
   void (*copy_block)(char*, const char*, size_t);
+  Examined (*examine_block)(const char*, size_t);
   bool is_here;
 };
 
 // The best one first.
 const InstructionSet instruction_sets[] = {
 #ifdef PACELINE_TWO_SETS
-    {"avx2", avx2::reduce_block, avx2::copy_block,
+    {"avx2", avx2::reduce_block, avx2::copy_block, avx2::examine_block,
      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")},
 #endif
-    {"baseline", baseline::reduce_block, baseline::copy_block, true},
+    {"baseline", baseline::reduce_block, baseline::copy_block, baseline::examine_block, true},
 };
 
 const InstructionSet* best_instruction_set() {
@@ -133,6 +134,10 @@ void reduce(Dtype dtype, Reduce op, void* const* destinations, int destination_c
 void copy(void* to, const void* from, size_t bytes) {
   if (bytes == 0 || to == from) return;
   chosen.load(std::memory_order_relaxed)->copy_block(static_cast<char*>(to), static_cast<const char*>(from), bytes);
+}
+
+Examined examine(const void* from, size_t bytes) {
+  return chosen.load(std::memory_order_relaxed)->examine_block(static_cast<const char*>(from), bytes);
 }
 
 const char* instruction_set() { return chosen.load()->name; }

@@ -31,6 +31,13 @@ void reduce(Dtype dtype, Reduce reduce, void* const* destinations, int destinati
 // slower if the two addresses differ in their last six bits.
 void copy(void* to, const void* from, size_t bytes);
 
+// Whether all numbers of 32-bit floating point are finite, and the sum of all 64-bit words: in one pass over the memory.
+struct Examined {
+  bool finite;
+  uint64_t checksum;
+};
+Examined examine(const void* from, size_t bytes);
+
 // The instruction set that `reduce` uses: the best one here, unless another is chosen, for tests.
 const char* instruction_set();
 bool choose_instruction_set(const std::string& name);

@@ -329,6 +329,16 @@ PyObject* can_reduce(PyObject*, PyObject* arguments) {
   return PyBool_FromLong(is_defined(static_cast<Dtype>(dtype), static_cast<Reduce>(reduce)));
 }
 
+PyObject* examine_memory(PyObject*, PyObject* arguments) {
+  unsigned long long address, bytes;
+  if (!PyArg_ParseTuple(arguments, "KK", &address, &bytes)) return nullptr;
+  Examined found;
+  Py_BEGIN_ALLOW_THREADS
+  found = examine(reinterpret_cast<const void*>(address), bytes);
+  Py_END_ALLOW_THREADS
+  return Py_BuildValue("NK", PyBool_FromLong(found.finite), static_cast<unsigned long long>(found.checksum));
+}
+
 PyObject* chosen_instruction_set(PyObject*, PyObject*) { return PyUnicode_FromString(instruction_set()); }
 
 PyObject* choose_set(PyObject*, PyObject* arguments) {
@@ -340,6 +350,7 @@ PyObject* choose_set(PyObject*, PyObject* arguments) {
 PyMethodDef functions[] = {{"join", join, METH_VARARGS, nullptr},
                            {"segment_bytes", segment_bytes, METH_O, nullptr},
                            {"can_reduce", can_reduce, METH_VARARGS, nullptr},
+                           {"examine", examine_memory, METH_VARARGS, nullptr},
                            {"instruction_set", chosen_instruction_set, METH_NOARGS, nullptr},
                            {"choose_instruction_set", choose_set, METH_VARARGS, nullptr},
                            {nullptr, nullptr, 0, nullptr}};

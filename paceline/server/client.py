@@ -62,7 +62,7 @@ class Client:
         self._memory_file = memory
         self._line: Line | None = None
         self._later: wire.Go | wire.Finished | None = None  # has come while a step was under way
-        self._step = -1
+        self._step, self._doomed = -1, False
         self._asks = 0  # how often steps were asked for
         self._must_ask = False  # has joined again, and been told of no step since
         self._closed = False
@@ -93,6 +93,7 @@ class Client:
         self._send(wire.Hello(self.rank, self.incarnation, os.getpid(), sockets.gethostname(), local, model))
         welcome = self._wait_for(wire.Welcome)
         self.rank, self.incarnation, self.welcome = welcome.rank, welcome.incarnation, welcome
+        self.version = welcome.version  # of the parameters that the model has, once it has read any
         self._make_room(welcome)
 
     def _first_answer(self, deadline: float) -> Sequence[Any] | None:
@@ -136,9 +137,9 @@ class Client:
 
     # Steps ---------------------------------------------------------------------------------------------------
 
-    def describe(self, num_samples: int, batch_size: int, last: Any, shuffle: bool) -> None:
+    def describe(self, num_samples: int, batch_size: int, last: Any, shuffle: bool, checksum: int) -> None:
         """Tell the server what its batch numbers are numbers of."""
-        self._send(wire.Data(num_samples, batch_size, last, shuffle))
+        self._send(wire.Data(num_samples, batch_size, last, shuffle, checksum))
 
     def ask(self, epochs: int) -> None:
         """Ask for a step: with a batch of an epoch below ``epochs``, or on data of one's own if that is negative.
@@ -147,7 +148,7 @@ class Client:
         """
         self._asks += 1
         self._must_ask, self._later = False, None
-        self._send(wire.Ask(epochs, self._asks))
+        self._send(wire.Ask(epochs, self._asks, self.version))
 
     def next_step(self, epochs: int) -> wire.Go | wire.Finished:
         """Wait for the next step, or to hear that there is none; the model then has the parameters to use.
@@ -166,7 +167,7 @@ class Client:
         if isinstance(answer, wire.Finished):
             self._read(answer.version)
             return answer._replace(version=self.version)
-        self._step = answer.step
+        self._step, self._doomed = answer.step, answer.doomed
         if answer.fresh:
             self._read(answer.version)
         return answer._replace(version=self.version)
@@ -189,7 +190,7 @@ class Client:
                     self._later = message
         except _JoinedAgain:
             pass
-        return self._later is not None or self._must_ask
+        return self._doomed or self._later is not None or self._must_ask
 
     def pause(self, seconds: float) -> None:
         """Sleep; a cancelled step ends the sleep by ``StepCancelled``."""
@@ -214,7 +215,7 @@ class Client:
 
     def skip(self) -> None:
         """Give the step up and count its batch as used; another step comes."""
-        self._send(wire.Skip(self._step))
+        self._send(wire.Skip(self._step, self.version))
 
     def more(self) -> wire.Batch | None:
         """Get one more batch for the same step, -1 if there is none; None if the step was cancelled meanwhile."""

@@ -7,7 +7,11 @@ import cmath
 import torch
 from torch import Tensor
 
+from paceline import native
 from paceline.server.layout import Laid, ModelLayouts
+
+if native.available():
+    from paceline.native import _core
 
 
 class MeanOfPushes:
@@ -58,13 +62,18 @@ class MeanOfPushes:
         self._weight, self._used, self._count = 0.0, 0, 0
 
 
-def not_finite(layouts: ModelLayouts, push: Laid) -> str | None:
+def examine(layouts: ModelLayouts, push: Laid) -> tuple[str | None, int]:
     """Name the first trained parameter whose gradient holds a NaN or an infinity, or say that a buffer does.
 
-    A sum tells in one quick pass; only if it is not finite are the numbers looked at one by one.
+    Beside it a checksum of the bits: the sum of their 64-bit words. One quick pass tells both; only if something is
+    amiss are the numbers looked at one by one.
     """
-    if all(_finite_sum(part) for part in push.flat):
-        return None
+    examined = [_examine(part) for part in push.flat]
+    checksum = sum(words for _, words in examined) % 2**64
+    return (None if all(finite for finite, _ in examined) else _not_finite(layouts, push)), checksum
+
+
+def _not_finite(layouts: ModelLayouts, push: Laid) -> str | None:
     for name, view in zip(layouts.trained_names, push.views, strict=False):
         if not bool(torch.isfinite(view).all()):
             return name
@@ -75,11 +84,15 @@ def not_finite(layouts: ModelLayouts, push: Laid) -> str | None:
     return None
 
 
-def _finite_sum(part: Tensor) -> bool:
+def _examine(part: Tensor) -> tuple[bool, int]:
+    """Whether a flat vector is finite, as far as a quick look tells, and the sum of its words."""
+    if native.available() and part.dtype == torch.float32:
+        return _core.examine(part.data_ptr(), part.nbytes)
+    words = int(part.view(torch.int64).sum())
     if not (part.is_floating_point() or part.is_complex()):
-        return True
+        return True, words
     wide = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
-    return cmath.isfinite(part.sum(dtype=wide).item())
+    return cmath.isfinite(part.sum(dtype=wide).item()), words
 
 
 def fill_push(layouts: ModelLayouts, views: list[Tensor]) -> bytes:

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,9 +24,11 @@ from paceline.errors import CommError, PacelineError, UsageError, WireError
 from paceline.policies import messages as decided
 from paceline.policies.server import ServerPolicy
 from paceline.policies.state import NOT_YET
+from paceline.record import trace as traced
+from paceline.record.trace import TraceWriter
 from paceline.server import messages as wire
 from paceline.server.averages import Averages
-from paceline.server.gathering import MeanOfPushes, adopt, not_finite, publish
+from paceline.server.gathering import MeanOfPushes, adopt, examine, publish
 from paceline.server.layout import Laid, ModelLayouts, memory_of
 from paceline.server.listening import Ended, Heard, Listener, Peer
 from paceline.server.members import Figures, Member
@@ -84,9 +87,11 @@ class LiveServer:
         seed: int,
         listener: Listener,
         host: Host,
+        trace: TraceWriter | None = None,
     ) -> None:
         self._trainee = replace(trainee, scaler=None)  # pushes are not scaled
         self._policy, self._host, self._listener = policy, host, listener
+        self._trace: Callable[[traced.Record], None] = trace.append if trace is not None else lambda _: None
         self._model = ModelLayouts.describe(trainee.model)
         self._layouts = ModelLayouts(trainee.model)
         self._workers, self._patience = workers, patience
@@ -112,6 +117,7 @@ class LiveServer:
         self._saves: list[tuple[Peer, str]] = []
         self._left_at: float | None = None  # when a worker last left because it was done
         self._began = time.monotonic()
+        self._trace(traced.Began(version))
 
     def serve(self, asked_to_stop: Callable[[], bool]) -> bool:
         """Serve until all workers have left, or we are asked to stop; True if they have left by themselves."""
@@ -175,12 +181,13 @@ class LiveServer:
                 self._take_ask(member, message)
             case wire.Skip():
                 if message.step == member.step:
+                    self._trace(traced.Skipped(member.rank, message.step, message.version))
                     self._queue.use(member.rank)
                     self._do(self._policy.asked(self._state, member.rank, self._now()))
             case wire.More():
                 self._give_more(member, message)
             case wire.Data():
-                self._queue.describe(**message._asdict())
+                self._describe(message)
             case wire.Mean():
                 self._take_mean(member, message)
             case wire.Save():
@@ -192,11 +199,17 @@ class LiveServer:
                 if not message.failed:
                     self._left_at = self._now()
                 self._listener.forget(member.peer)
-                self._leave(member)
+                self._leave(member, dead=False)
             case wire.Alive():
                 pass
             case _:
                 raise WireError(f"wanted a message of a worker, found {type(message).__name__}")
+
+    def _describe(self, data: wire.Data) -> None:
+        known = self._queue.described
+        self._queue.describe(data.num_samples, data.batch_size, data.last, data.shuffle)
+        if data.checksum or not known:
+            self._trace(traced.Described(data.num_samples, data.batch_size, data.checksum))
 
     def _join(self, peer: Peer, hello: wire.Hello) -> None:
         self._check_model(hello)
@@ -216,6 +229,7 @@ class LiveServer:
             member.first_epoch = self._queue.epoch
         self._members[rank] = self._by_peer[peer] = member
         self._enter(member)
+        self._trace(traced.Joined(rank, member.life, self._now()))
         peer.send(
             wire.Welcome(
                 rank=rank,
@@ -249,9 +263,10 @@ class LiveServer:
         member.life = self._lives[member.rank] = self._lives.get(member.rank, -1) + 1
         self._do(self._policy.joined(self._state, member.rank, member.life, self._now()))
 
-    def _leave(self, member: Member) -> None:
+    def _leave(self, member: Member, *, dead: bool = True) -> None:
         if self._members.get(member.rank) is not member:
             return
+        self._trace(traced.Left(member.rank, dead, self._now()))
         del self._members[member.rank], self._by_peer[member.peer]
         self._queue.give_back(member.rank)
         if not member.idle:
@@ -260,6 +275,7 @@ class LiveServer:
     def _take_ask(self, member: Member, message: wire.Ask) -> None:
         if message.epochs > 0 and not self._queue.described:
             raise WireError("a batch was asked for, and nobody has said what the data is")
+        self._trace(traced.Asked(member.rank, message.epochs, message.version))
         member.epochs, member.ask, member.owed = message.epochs, message.number, True
         self._queue.give_back(member.rank)
         if member.idle:
@@ -279,17 +295,25 @@ class LiveServer:
         member.figures.bytes_in += self._layouts.up.nbytes
         loss = None if math.isnan(message.loss) else message.loss
         push = decided.Push(member.rank, member.life, message.step, message.version, message.examples, loss)
-        if message.step == member.step and (name := not_finite(self._layouts, member.gradients)) is not None:
-            self._refuse_numbers(member, message.step, name)
-            return
+        checksum = 0
+        if message.step == member.step:
+            amiss, checksum = examine(self._layouts, member.gradients)
+            if amiss is not None:
+                self._trace(traced.NotFinite(member.rank, message.step, message.version))
+                self._refuse_numbers(member, message.step, amiss)
+                return
         actions = self._policy.pushed(self._state, push, now)
         if any(isinstance(action, decided.Drop) for action in actions):
+            self._trace(traced.Late(member.rank, message.step, message.version))
             member.figures.dropped += 1
             return
         self._queue.push(member.rank)
         member.figures.pushes += 1
         member.figures.examples += message.examples
         member.figures.computing_seconds += message.seconds
+        self._trace(
+            traced.Pushed(member.rank, message.step, message.version, message.examples, message.loss, checksum, now)
+        )
         self._arrived[push] = now
         if message.examples and actions and isinstance(actions[0], decided.Commit) and actions[0].pushes == (push,):
             self._only = member.gradients, message.used
@@ -321,6 +345,7 @@ class LiveServer:
             return  # cancelled meanwhile: the next step is on its way
         batch = self._queue.take(member.rank, member.epochs)
         epoch, number = batch if batch is not None else (-1, -1)
+        self._trace(traced.GivenMore(member.rank, message.step, epoch, number))
         member.peer.send(wire.Batch(message.step, epoch, number))
 
     # What is done --------------------------------------------------------------------------------------------
@@ -348,6 +373,7 @@ class LiveServer:
                     member = self._members[rank]
                     member.figures.cancelled += 1
                     member.figures.thrown_away_seconds += now - member.step_began
+                    self._trace(traced.Cancelled(rank, member.step))
                     self._queue.give_back(rank)
 
     def _send_step(self, member: Member, step: int, *, fresh: bool) -> None:
@@ -364,6 +390,7 @@ class LiveServer:
             member.figures.waiting_seconds += now - member.pushed_at
             member.pushed_at = None
         member.step, member.step_began = step, now
+        self._trace(traced.Given(member.rank, step, self._memory.version, fresh, epoch, batch))
         tensors = self._parameters_for(member) if fresh else None
         member.figures.bytes_out += self._layouts.down.nbytes if fresh else 0
         member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch, member.ask), tensors)
@@ -385,6 +412,7 @@ class LiveServer:
             self._trainee.update()
             publish(self._layouts, self._memory.down)
             self._memory.version += 1
+            self._trace(traced.Committed(self._memory.version, len(commit.pushes), self._now()))
         finally:
             self._memory.wrote()
         self._only = None
@@ -431,6 +459,7 @@ class LiveServer:
         for key, values, ranks in self._averages.ready(self._members.values(), expected):
             told = [self._members[rank] for rank in ranks if rank in self._members]
             for member in told:
+                self._trace(traced.Averaged(member.rank, zlib.crc32(key.encode())))
                 member.peer.send(wire.Averaged(key, values))
                 member.averages = False
                 if not member.idle:
@@ -472,6 +501,7 @@ class LiveServer:
                 self._enter(member)  # all of them before the first asks again: a round needs them all
         for member in done:
             member.pushed_at = None
+            self._trace(traced.Finished(member.rank, self._memory.version))
             member.peer.send(wire.Finished(self._memory.version, member.ask), self._parameters_for(member))
 
     def _without_batches(self) -> list[Member]:

@@ -34,6 +34,7 @@ class Data(NamedTuple):
     batch_size: Count
     last: Literal["short", "drop", "pad"]
     shuffle: bool
+    checksum: Count = 0  # of some of it; 0: not made
 
 
 class Ask(NamedTuple):
@@ -41,6 +42,7 @@ class Ask(NamedTuple):
 
     epochs: int  # with a batch of an epoch below this; -1: my data is my own
     number: Count  # of this worker's asking; what answers an earlier one is no longer wanted
+    version: Count = 0  # of the parameters that it has
 
 
 class Push(NamedTuple):
@@ -58,6 +60,7 @@ class Skip(NamedTuple):
     """Worker: the step is given up and its batch used."""
 
     step: Count
+    version: Count = 0  # of the parameters that it was computed with
 
 
 class More(NamedTuple):
@@ -122,6 +125,7 @@ class Go(NamedTuple):
     epoch: int
     batch: int  # -1: none
     ask: Count  # the number of the Ask that it answers
+    doomed: bool = False  # to be cancelled as soon as it computes anything: in a replay, as it was then
 
 
 class Batch(NamedTuple):

@@ -1,10 +1,10 @@
 """Messages as bytes and back.
 
 >>> from paceline.server.messages import Skip
->>> encode(Skip(step=7)).hex(" ")
-'50 4c 01 05 07 00 00 00 00 00 00 00'
->>> decode(encode(Skip(step=7)))
-Skip(step=7)
+>>> encode(Skip(step=7, version=2)).hex(" ")
+'50 4c 01 05 07 00 00 00 00 00 00 00 02 00 00 00 00 00 00 00'
+>>> decode(encode(Skip(step=7, version=2)))
+Skip(step=7, version=2)
 
 A head is ``PL``, the protocol's version, the message's kind and a body. The body of a frequent message is its fields
 one after the other, little endian; that of the others a JSON object with exactly the message's fields. Nothing is

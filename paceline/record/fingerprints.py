@@ -1,0 +1,40 @@
+"""Short numbers that stand for many bits: of parameters at a checkpoint, of the gradients of a push."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+DIGEST_BYTES = 16
+
+
+def hash_of(tensors: Iterable[Tensor]) -> bytes:
+    """Hash the bits of tensors, in their order."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for tensor in tensors:
+        digest.update(_bytes_of(tensor))
+    return digest.digest()
+
+
+def state_tensors(model: nn.Module) -> list[Tensor]:
+    """All that a server keeps of a model: its parameters, then its buffers."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def checksum_of(data: Any) -> int:
+    """A checksum of all that is in ``data``, a batch say: never 0."""
+    check = 1
+    for leaf in tree_leaves(data):
+        check = zlib.crc32(_bytes_of(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode(), check)
+    return check or 1
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array is a buffer

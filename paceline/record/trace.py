@@ -1,0 +1,308 @@
+"""A run's ``trace.bin``: who read which version, which batch, what was committed in which order, what was cancelled.
+
+The file is a magic number and blocks; a block is its length, a CRC-32 that goes on from the last block's, and records
+one behind the other. The first block is JSON: what else the numbers of a run depend on. A record is a byte that tells
+its kind and a few numbers, tens of bytes in all. A changed, missing or moved byte is found, and named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from paceline.errors import PacelineError
+
+MAGIC = b"PLTRACE1"
+_BLOCK = struct.Struct("<II")  # length, CRC
+_LARGEST = 1 << 24  # bytes of a block that a reader takes memory for
+_FULL = 1 << 16  # bytes after which a block is written without being asked for
+
+
+class TraceError(PacelineError):
+    """A trace is damaged, or is none; says where."""
+
+
+class Began(NamedTuple):
+    """The server began, or began again, with the parameters of this version; whoever had joined is gone."""
+
+    version: int
+
+
+class Described(NamedTuple):
+    """A worker has said what the batches are made of, with a checksum of some of it; 0 if none was made."""
+
+    num_samples: int
+    batch_size: int
+    checksum: int
+
+
+class Joined(NamedTuple):
+    """A worker takes part from now on, as this incarnation."""
+
+    rank: int
+    life: int
+    at: float  # seconds since the server began
+
+
+class Left(NamedTuple):
+    """A worker takes no part any more: it said so, or it is dead."""
+
+    rank: int
+    dead: bool
+    at: float
+
+
+class Asked(NamedTuple):
+    """A worker asked for steps with batches of epochs below ``epochs``; it has the parameters of ``version``."""
+
+    rank: int
+    epochs: int
+    version: int
+
+
+class Given(NamedTuple):
+    """A worker was given a step; ``fresh``: it reads the parameters, of this version or a later one."""
+
+    rank: int
+    step: int
+    version: int
+    fresh: bool
+    epoch: int
+    batch: int
+
+
+class GivenMore(NamedTuple):
+    """A worker was given one more batch for its step, or none (-1)."""
+
+    rank: int
+    step: int
+    epoch: int
+    batch: int
+
+
+class Pushed(NamedTuple):
+    """A push was taken, as part of the next commit; ``version`` is the one that it was computed from."""
+
+    rank: int
+    step: int
+    version: int
+    examples: int
+    loss: float  # NaN: none was told
+    checksum: int  # of the gradients' bits
+    at: float
+
+
+class Late(NamedTuple):
+    """A push came too late and was left out."""
+
+    rank: int
+    step: int
+    version: int
+
+
+class NotFinite(NamedTuple):
+    """A push held a NaN or an infinity and was left out."""
+
+    rank: int
+    step: int
+    version: int
+
+
+class Skipped(NamedTuple):
+    """A worker gave a step up; its batch counts as used."""
+
+    rank: int
+    step: int
+    version: int
+
+
+class Cancelled(NamedTuple):
+    """A worker's step was cancelled."""
+
+    rank: int
+    step: int
+
+
+class Committed(NamedTuple):
+    """The pushes taken since the last commit were applied: ``version`` is that of the parameters now."""
+
+    version: int
+    pushes: int
+    at: float
+
+
+class Finished(NamedTuple):
+    """A worker was told that there are no more batches, and reads the parameters of this version or a later one."""
+
+    rank: int
+    version: int
+
+
+class Averaged(NamedTuple):
+    """A worker was told a mean; those that are told the same one behind the other have each told their part."""
+
+    rank: int
+    key: int  # CRC-32 of its name
+
+
+class Hashed(NamedTuple):
+    """The parameters and buffers of this version had this hash."""
+
+    version: int
+    digest: bytes
+
+
+class Ended(NamedTuple):
+    """The run ended here; ``whole``: with its last batch, and not because it was asked to stop."""
+
+    whole: bool
+
+
+Record: TypeAlias = (
+    Began | Described | Joined | Left | Asked | Given | GivenMore | Pushed | Late | NotFinite | Skipped | Cancelled
+    | Committed | Finished | Averaged | Hashed | Ended
+)  # fmt: skip
+
+_FORMATS: dict[int, tuple[type[Record], struct.Struct]] = {
+    1: (Began, struct.Struct("<Q")),
+    2: (Joined, struct.Struct("<IId")),
+    3: (Left, struct.Struct("<I?d")),
+    4: (Asked, struct.Struct("<IqQ")),
+    5: (Given, struct.Struct("<IQQ?qq")),
+    6: (GivenMore, struct.Struct("<IQqq")),
+    7: (Pushed, struct.Struct("<IQQQdQd")),
+    8: (Late, struct.Struct("<IQQ")),
+    9: (NotFinite, struct.Struct("<IQQ")),
+    10: (Skipped, struct.Struct("<IQQ")),
+    11: (Cancelled, struct.Struct("<IQ")),
+    12: (Committed, struct.Struct("<QId")),
+    13: (Finished, struct.Struct("<IQ")),
+    14: (Averaged, struct.Struct("<II")),
+    15: (Hashed, struct.Struct("<Q16s")),
+    16: (Ended, struct.Struct("<?")),
+    17: (Described, struct.Struct("<QQQ")),
+}
+_PACKERS = {kind: (bytes([number]), form.pack) for number, (kind, form) in _FORMATS.items()}
+
+
+class Place(NamedTuple):
+    """How far a trace is written: what a writer needs to go on from there."""
+
+    length: int  # bytes
+    check: int  # the CRC so far
+
+
+class TraceWriter:
+    """Append records to a trace; what was flushed outlives this process, though not its host."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any], *, after: Place | None = None) -> None:
+        """Begin a trace with what its numbers depend on, or go on with one ``after`` a place, cutting off the rest."""
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._pending = bytearray()
+        if after is not None and os.fstat(self._file).st_size >= after.length:
+            self.place = after
+            os.ftruncate(self._file, after.length)
+            os.lseek(self._file, after.length, os.SEEK_SET)
+            return
+        os.ftruncate(self._file, 0)
+        self.place = Place(len(MAGIC), 0)
+        self._write(MAGIC)
+        self._pending += json.dumps(about).encode()
+        self.flush()
+
+    def append(self, record: Record) -> None:
+        """Add a record, which the next flush writes."""
+        kind, pack = _PACKERS[type(record)]
+        self._pending += kind
+        self._pending += pack(*record)
+        if len(self._pending) > _FULL:
+            self.flush()
+
+    def flush(self) -> Place:
+        """Write what is pending as a block, and tell how far the file is now."""
+        if self._pending:
+            check = zlib.crc32(self._pending, self.place.check)
+            self._write(_BLOCK.pack(len(self._pending), check) + self._pending)
+            self.place = Place(self.place.length + _BLOCK.size + len(self._pending), check)
+            self._pending.clear()
+        return self.place
+
+    def sync(self) -> Place:
+        """Flush, and make it outlive a power cut."""
+        place = self.flush()
+        os.fsync(self._file)
+        return place
+
+    def close(self) -> None:
+        self.flush()
+        os.close(self._file)
+
+    def _write(self, data: bytes | bytearray) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            raise PacelineError(f"could not write {self._path}: {error.strerror}") from error
+
+
+class Trace:
+    """Read a trace: ``about`` is what its numbers depend on, iterating gives its records.
+
+    A block that a killed writer left unfinished at the end is left out; anything else amiss is a ``TraceError``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._bytes = path.read_bytes()
+        except OSError as error:
+            raise TraceError(
+                f"cannot read the trace {path}: {error.strerror}; was the run made with a server?"
+            ) from None
+        if self._bytes[: len(MAGIC)] != MAGIC:
+            raise TraceError(f"{path} is no trace: it begins with {self._bytes[: len(MAGIC)]!r}, wanted {MAGIC!r}")
+        self._blocks = list(self._split())
+        if not self._blocks:
+            raise TraceError(f"{path} is damaged: it ends before it says what run it is of")
+        self.about: dict[str, Any] = json.loads(bytes(self._blocks.pop(0)))
+
+    def __iter__(self) -> Iterator[Record]:
+        for block in self._blocks:
+            yield from _records(block)
+
+    def _split(self) -> Iterator[memoryview]:
+        """The blocks, each checked before it is given."""
+        start, check, number = len(MAGIC), 0, 0
+        version: int | None = None
+        whole = memoryview(self._bytes)
+        while start + _BLOCK.size <= len(whole):
+            length, wanted = _BLOCK.unpack_from(whole, start)
+            block = whole[start + _BLOCK.size :][:length]
+            if length <= _LARGEST and len(block) < length:
+                return  # the writer was killed while it wrote
+            check = zlib.crc32(block, check)
+            if length > _LARGEST or check != wanted:
+                known = "the very beginning" if version is None else f"the commit of version {version}"
+                raise TraceError(
+                    f"{self._path} is damaged: block {number}, which begins at byte {start}, does not match its "
+                    f"checksum; what comes before it, up to {known}, is good"
+                )
+            if number:
+                version = max((r.version for r in _records(block) if isinstance(r, Committed)), default=version)
+            yield block
+            start, number = start + _BLOCK.size + length, number + 1
+
+
+def _records(block: memoryview) -> Iterator[Record]:
+    start = 0
+    while start < len(block):
+        kind, form = _FORMATS[block[start]]
+        yield kind(*form.unpack_from(block, start + 1))
+        start += 1 + form.size
