@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_two_blocks_that_have_changed_places_are_an_error(
 ) -> None:
     ends = [place.length for place in write(file, blocks)]
     content = file.read_bytes()
-    parts = [content[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    parts = [content[start:end] for start, end in itertools.pairwise(ends)]
     first, second = sorted(data.draw(st.permutations(range(len(parts))))[:2])
     parts[first], parts[second] = parts[second], parts[first]
     file.write_bytes(content[: ends[0]] + b"".join(parts))

@@ -2,8 +2,8 @@
 
 The file is a magic number and blocks; a block is its length, a CRC-32 of that and one of the records behind it, both of
 which go on from the last block's. The first block is JSON: what else the numbers of a run depend on. A record is a byte
-that tells its kind and a few numbers, tens of bytes in all. A changed or moved byte is found, and named; bytes missing at
-the end are what a writer leaves that was killed.
+that tells its kind and a few numbers, tens of bytes in all. A changed or moved byte is found, and named; bytes missing
+at the end are what a writer leaves that was killed.
 """
 
 from __future__ import annotations
