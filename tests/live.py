@@ -19,6 +19,7 @@ from torch.optim import SGD
 from paceline.guard import OnNaN
 from paceline.policies import parse_policy
 from paceline.policies.server import ServerPolicy
+from paceline.record.trace import TraceWriter
 from paceline.served import ServedSession
 from paceline.server.client import Client
 from paceline.server.lines import Line
@@ -90,6 +91,7 @@ class Cluster:
         queue: WorkQueue | None = None,
         version: int = 0,
         seed: int = 0,
+        trace: TraceWriter | None = None,
     ) -> None:
         self.trainee = trainee or weights_trainee()
         self.policy = cast(ServerPolicy, parse_policy(policy))
@@ -110,6 +112,7 @@ class Cluster:
             seed=seed,
             listener=self.listener,
             host=self.host,
+            trace=trace,
         )
         self.context = zmq.Context()
         self.lines: list[Line] = []  # are closed in the end
