@@ -77,7 +77,8 @@ class ProblemReplay:
                 f"the trace begins at version {plan.first}, from a checkpoint that was made without one; only a run "
                 "that is recorded from its first step can be replayed"
             )
-        self.problem, self.version = problem, plan.first
+        self.problem = problem
+        self.version: int = plan.first
         self._committed: list[ComputedPush] = []
         self._plan = plan
         self.trainee = _make_trainee(config, problem, workers)
