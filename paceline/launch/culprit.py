@@ -25,6 +25,7 @@ class Life:
     in_session: bool = False
     step: int | None = None  # the last one reported
     needs_server: bool = False  # its script has named a policy that needs one
+    address: str | None = None  # where it serves other hosts, if it does
     failure: Mapping[str, Any] | None = None  # its last report of a failure, with the time of the first
     exiting: int | None = None  # the exit code it announced
     exiting_at: float = 0.0
@@ -39,6 +40,8 @@ class Life:
                 self.in_session = True
             case "needs server":
                 self.needs_server = True
+            case "serving":
+                self.address = report.get("address")
             case "left":
                 self.in_session = False
             case "progress":
