@@ -160,7 +160,8 @@ def find_kill(life: Life) -> Fault | None:
     what = f"was killed by {name}" + ("" if life.exiting is None else " while exiting with code 0")
     advice = "out of memory?" if number == signal.SIGKILL else ""
     if life.given_up:
-        advice = f"before it joined, and so were the {life.fruitless} before it"
+        where = "as" if life.sessions else "before it joined, and so"
+        advice = f"{where} were the {life.fruitless} before it"
     return Fault(rank=life.rank, at=life.ended_at, what=what, advice=advice, code=128 + number)
 
 

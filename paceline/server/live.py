@@ -33,6 +33,7 @@ from paceline.server.layout import Laid, ModelLayouts, memory_of
 from paceline.server.listening import Ended, Heard, Listener, Peer
 from paceline.server.members import Figures, Member
 from paceline.server.memory import HEAD, SharedMemory
+from paceline.server.pieces import Pieces
 from paceline.server.vault import Vault
 from paceline.server.work_queue import WorkQueue
 from paceline.trainee import Trainee
@@ -229,7 +230,7 @@ class LiveServer:
         local = hello.local and rank < self._workers and not peer.remote
         gradients = self._memory.slot(rank) if local else torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8)
         if not local:
-            peer.tensors = memory_of(gradients)
+            peer.tensors = Pieces(memory_of(gradients))
         if not peer.remote and not self._listener.watch(peer, hello.pid):
             return  # gone again
         if rank in self._members:  # it was taken for alive, or has lost its connection
@@ -409,12 +410,13 @@ class LiveServer:
         member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch, member.ask), tensors)
 
     def _parameters_for(self, member: Member) -> memoryview | None:
-        """What has to travel to a member of another host; it is sealed or copied before the next commit."""
+        """What has to travel to a member of another host; what of it still waits is copied before the next commit."""
         if member.local:
             return None
         return memory_of(self._memory.down)
 
     def _commit(self, commit: decided.Commit) -> None:
+        self._listener.keep_what_waits()
         if not self._memory.try_writing(_LONGEST_READ):
             raise CommError(f"a worker has been copying the parameters for {_LONGEST_READ:.0f} s; is it stopped?")
         began = time.monotonic()
