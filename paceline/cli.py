@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from paceline.cli_options import PathType, delay_options, needs_server, read_delay
+from paceline.cli_replay import replay
 from paceline.cli_run import run, serve
 from paceline.errors import CommError, PacelineError, UsageError, unknown_name
 from paceline.interrupts import INTERRUPTED, Interrupts, answered, end_at_once
@@ -63,6 +64,7 @@ def cli(context: click.Context) -> None:
 
 cli.add_command(run)
 cli.add_command(serve)
+cli.add_command(replay)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -214,13 +216,9 @@ def _train_on(workers: int, config: TrainConfig, server: ServerOptions, quiet: b
 def train_worker(config: str) -> None:
     """Be one worker of ``paceline train --workers N``; only its supervisor calls this."""
     from paceline.launch.reports import report
-    from paceline.schedules import ScheduleConfig
     from paceline.training import Progress, TrainConfig
     from paceline.training import train as train_problem
 
-    values = json.loads(config)
-    schedule = values.pop("schedule")
-    schedule["decay_epochs"] = tuple(schedule["decay_epochs"])
     last = 0.0
 
     def watch(progress: Progress) -> None:
@@ -230,7 +228,7 @@ def train_worker(config: str) -> None:
             report("progress", step=progress.step, progress=dataclasses.asdict(progress))
 
     with _asked_to_stop() as stop:
-        whole = TrainConfig(schedule=ScheduleConfig(**schedule), **values)
+        whole = TrainConfig.from_dict(json.loads(config))
         try:
             result = train_problem(whole, watch=watch, stop=lambda: bool(stop))
         except CommError as error:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from paceline.data.feed import DatasetFeed, Fetched
@@ -67,6 +69,13 @@ class TrainConfig:
                 raise UsageError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"clip norm must be above 0, got {self.clip_norm}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make a configuration again that ``asdict`` was taken of, and that has been through JSON."""
+        schedule = dict(values["schedule"])
+        schedule["decay_epochs"] = tuple(schedule["decay_epochs"])
+        return cls(**{**values, "schedule": ScheduleConfig(**schedule)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +154,44 @@ def load_config_problem(config: TrainConfig) -> Problem:
     return load_problem(config.problem, ProblemOptions(data=data, model=config.model, seed=config.seed))
 
 
+def make_model(config: TrainConfig, problem: Problem) -> nn.Module:
+    """Make the model that a run of this configuration begins with, the same in every process."""
+    device = pick_device(config.device)
+    seed_streams(derive_seed(config.seed, "model"))
+    return problem.make_model().to(device)
+
+
+def served_pace(config: TrainConfig, problem: Problem, policy: ServerPolicy, workers: int) -> tuple[int, int]:
+    """How many updates an epoch has with a server, and of how many batches each is made, as far as can be told."""
+    batches = policy.pushes_per_commit(workers)
+    return -(-training_sampler(config, problem, 1).steps_per_epoch // batches), batches
+
+
+def build_scheduler(
+    config: TrainConfig, problem: Problem, optimizer: Optimizer, pace: tuple[int, int]
+) -> LRScheduler | None:
+    """Make the schedule of rates for so many updates an epoch, each of so many batches."""
+    steps_per_epoch, batches = pace
+    return config.schedule.build(
+        optimizer,
+        steps_per_epoch=steps_per_epoch,
+        epochs=config.epochs or problem.recipe.epochs,
+        batch=(config.batch_size or problem.recipe.batch_size) * batches,
+    )
+
+
+def loss_of(config: TrainConfig, problem: Problem, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of a batch, which lies where the model does."""
+    with _autocast(config, inputs.device):
+        return problem.loss(model(inputs), targets)
+
+
+def _autocast(config: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    if config.precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
 def evaluate(
     model: nn.Module, problem: Problem, device: torch.device | None = None, *, rank: int = 0, world_size: int = 1
 ) -> tuple[float, float, int]:
@@ -176,8 +223,7 @@ class _Training:
         self.device = pick_device(config.device)
         self.batch_size = config.batch_size or problem.recipe.batch_size
         self.epochs = config.epochs or problem.recipe.epochs
-        seed_streams(derive_seed(config.seed, "model"))
-        self.model = problem.make_model().to(self.device)
+        self.model = make_model(config, problem)
         optimizer = config.optimizer or problem.recipe.optimizer
         self.optimizer = make_optimizer(optimizer, self.model.parameters())
         self.needs_closure = isinstance(self.optimizer, torch.optim.LBFGS)
@@ -208,13 +254,8 @@ class _Training:
 
     def _join(self) -> Session:
         config = self.config
-        steps_per_epoch, batches = self._pace()
-        scheduler = config.schedule.build(
-            self.optimizer,
-            steps_per_epoch=steps_per_epoch,
-            epochs=self.epochs,
-            batch=self.batch_size * batches,
-        )
+        pace = self._pace()
+        scheduler = build_scheduler(config, self.problem, self.optimizer, pace)
         return join(
             self.model,
             self.optimizer,
@@ -224,7 +265,7 @@ class _Training:
             seed=config.seed,
             run=config.run,
             resume=config.resume,
-            save_every=config.save_every or steps_per_epoch,
+            save_every=config.save_every or pace[0],
             log_every=config.log_every,
             on_nan=config.on_nan,
             config={"train": asdict(config)},
@@ -236,8 +277,7 @@ class _Training:
         workers = world.size if world is not None else 1
         if place is None or not isinstance(policy, ServerPolicy):
             return self._sampler(workers).steps_per_epoch, workers
-        batches = policy.pushes_per_commit(place.workers or workers)
-        return -(-self._sampler(1).steps_per_epoch // batches), batches
+        return served_pace(self.config, self.problem, policy, place.workers or workers)
 
     def _sampler(self, workers: int) -> ShardedSampler:
         return training_sampler(self.config, self.problem, workers)
@@ -298,13 +338,7 @@ class _Training:
         return loss.detach()
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self._autocast():
-            return self.problem.loss(self.model(inputs), targets)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self.config.precision == "fp32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return loss_of(self.config, self.problem, self.model, inputs, targets)
 
     def _evaluation(self, session: Session) -> tuple[float, float]:
         """Evaluate the parameters as they are, unless that was just done."""

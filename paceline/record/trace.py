@@ -1,8 +1,9 @@
 """A run's ``trace.bin``: who read which version, which batch, what was committed in which order, what was cancelled.
 
-The file is a magic number and blocks; a block is its length, a CRC-32 that goes on from the last block's, and records
-one behind the other. The first block is JSON: what else the numbers of a run depend on. A record is a byte that tells
-its kind and a few numbers, tens of bytes in all. A changed, missing or moved byte is found, and named.
+The file is a magic number and blocks; a block is its length, a CRC-32 of that and one of the records behind it, both of
+which go on from the last block's. The first block is JSON: what else the numbers of a run depend on. A record is a byte
+that tells its kind and a few numbers, tens of bytes in all. A changed or moved byte is found, and named; bytes missing
+at the end are what a writer leaves that was killed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 from paceline.errors import PacelineError
 
 MAGIC = b"PLTRACE1"
-_BLOCK = struct.Struct("<II")  # length, CRC
+_LENGTH = struct.Struct("<I")
+_BLOCK = struct.Struct("<III")  # length, CRC of the length, CRC of the records
 _LARGEST = 1 << 24  # bytes of a block that a reader takes memory for
 _FULL = 1 << 16  # bytes after which a block is written without being asked for
 
@@ -228,7 +230,8 @@ class TraceWriter:
         """Write what is pending as a block, and tell how far the file is now."""
         if self._pending:
             check = zlib.crc32(self._pending, self.place.check)
-            self._write(_BLOCK.pack(len(self._pending), check) + self._pending)
+            length = len(self._pending)
+            self._write(_BLOCK.pack(length, _check_of(length, self.place.check), check) + self._pending)
             self.place = Place(self.place.length + _BLOCK.size + len(self._pending), check)
             self._pending.clear()
         return self.place
@@ -283,26 +286,37 @@ class Trace:
         version: int | None = None
         whole = memoryview(self._bytes)
         while start + _BLOCK.size <= len(whole):
-            length, wanted = _BLOCK.unpack_from(whole, start)
+            length, check_of_length, wanted = _BLOCK.unpack_from(whole, start)
+            good = length <= _LARGEST and _check_of(length, check) == check_of_length
             block = whole[start + _BLOCK.size :][:length]
-            if length <= _LARGEST and len(block) < length:
+            if good and len(block) < length:
                 return  # the writer was killed while it wrote
             check = zlib.crc32(block, check)
-            if length > _LARGEST or check != wanted:
+            try:
+                if not good or check != wanted:
+                    raise TraceError("does not match its checksum")
+                if number:
+                    version = max((r.version for r in _records(block) if isinstance(r, Committed)), default=version)
+            except TraceError as error:
                 known = "the very beginning" if version is None else f"the commit of version {version}"
                 raise TraceError(
-                    f"{self._path} is damaged: block {number}, which begins at byte {start}, does not match its "
-                    f"checksum; what comes before it, up to {known}, is good"
-                )
-            if number:
-                version = max((r.version for r in _records(block) if isinstance(r, Committed)), default=version)
+                    f"{self._path} is damaged: block {number}, which begins at byte {start}, {error}; what comes "
+                    f"before it, up to {known}, is good"
+                ) from None
             yield block
             start, number = start + _BLOCK.size + length, number + 1
+
+
+def _check_of(length: int, check: int) -> int:
+    return zlib.crc32(_LENGTH.pack(length), check)
 
 
 def _records(block: memoryview) -> Iterator[Record]:
     start = 0
     while start < len(block):
-        kind, form = _FORMATS[block[start]]
-        yield kind(*form.unpack_from(block, start + 1))
+        try:
+            kind, form = _FORMATS[block[start]]
+            yield kind(*form.unpack_from(block, start + 1))
+        except (KeyError, struct.error):
+            raise TraceError(f"holds a record that is none, of kind {block[start]}") from None
         start += 1 + form.size

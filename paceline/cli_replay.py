@@ -1,0 +1,100 @@
+"""The command ``replay``: make a recorded run again, and compare all that was recorded."""
+
+from __future__ import annotations
+
+import code
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from paceline.cli_options import PathType
+from paceline.errors import PacelineError, UsageError
+
+if TYPE_CHECKING:
+    from paceline.record.trace import Trace
+    from paceline.replay.problem import ProblemReplay, Replayed
+
+
+@click.command()
+@click.argument("run", type=PathType(path_type=Path))
+@click.option("--until", type=int, metavar="STEP", help="Stop after the commit that makes this version.")
+@click.option("--shell", is_flag=True, help="Open a Python shell there, with the model, optimizer and pushes.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def replay(run: Path, until: int | None, shell: bool, as_json: bool) -> int:
+    """Replay a recorded RUN and compare all that was recorded; the exit code is 1 if one bit differs."""
+    from paceline.replay.surroundings import doubts, open_trace
+
+    if shell and as_json:
+        raise UsageError("--shell is for people and --json for machines; give one of them")
+    trace, config = open_trace(run)
+    if "train" not in config:
+        raise UsageError(f"{run} was made by a script of your own; only runs of 'paceline train' can be replayed")
+    warnings = doubts(trace.about, config)
+    for warning in () if as_json else warnings:
+        print(f"paceline: warning: {warning}; bits may differ", file=sys.stderr)
+    replaying, replayed = _replay_problem(run, trace, config, until)
+    if as_json:
+        equal = replayed.difference is None
+        print(json.dumps({"run": str(run), "equal": equal, **asdict(replayed), "warnings": warnings}))
+        return 0 if equal else 1
+    if replayed.difference is not None:
+        raise PacelineError(_differing(replayed, warnings))
+    print(_equal(replayed, stopped=until is not None))
+    if shell:
+        _open_shell(replaying)
+    return 0
+
+
+def _replay_problem(
+    run: Path, trace: Trace, config: dict[str, Any], until: int | None
+) -> tuple[ProblemReplay, Replayed]:
+    """Replay a run of ``paceline train`` in this process."""
+    from paceline.replay.plan import read_plan
+    from paceline.replay.problem import ProblemReplay
+    from paceline.replay.surroundings import as_recorded, train_config
+    from paceline.studies.terminal import progress_bar
+    from paceline.training import load_config_problem
+
+    options, about, plan = train_config(run, config), trace.about, read_plan(trace)
+    with as_recorded(about):
+        problem = load_config_problem(options)
+        replaying = ProblemReplay(options, problem, plan, seed=about["seed"], workers=about["world_size"])
+        with progress_bar() as tell:
+            return replaying, replaying.run(until, lambda done, total: tell(f"replaying {run}", done, total))
+
+
+def _equal(replayed: Replayed, *, stopped: bool) -> str:
+    parts = [f"{_compared(replayed)}: equal to the last bit"]
+    if stopped:
+        parts.append(f"version {replayed.version} has the hash {replayed.digest}")
+    elif not replayed.whole:
+        parts.append("the trace ends there, without the end of the run")
+    return "; ".join(parts)
+
+
+def _differing(replayed: Replayed, warnings: Sequence[str]) -> str:
+    parts = [f"{_compared(replayed)} are equal, then bits differ: {replayed.difference}"]
+    return "; ".join([*parts, *(f"note that {warning}" for warning in warnings)])
+
+
+def _compared(replayed: Replayed) -> str:
+    return f"{replayed.commits} commits, {replayed.pushes} pushes and {replayed.hashes} hashes"
+
+
+def _open_shell(replaying: ProblemReplay) -> None:
+    from paceline.replay.problem import Push
+
+    names = {
+        "model": replaying.trainee.model,
+        "optimizer": replaying.trainee.optimizers[0],
+        "problem": replaying.problem,
+        "version": replaying.version,
+        "pushes": replaying.last_pushes(),
+    }
+    banner = f"version {replaying.version}: {', '.join(names)}; a push has {', '.join(Push._fields)}"
+    code.interact(banner, local=names, exitmsg="")

@@ -1,0 +1,1 @@
+"""Make a recorded run again: the same parameters, to the last bit, from its trace."""

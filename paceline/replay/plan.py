@@ -1,0 +1,153 @@
+"""What a trace comes to: a sequence of commits, and of what pushes each was made."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paceline.record.trace import (
+    Began,
+    Committed,
+    Described,
+    Ended,
+    Given,
+    GivenMore,
+    Hashed,
+    Joined,
+    Pushed,
+    Record,
+    TraceError,
+)
+
+
+class Batch(NamedTuple):
+    epoch: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"batch {self.number} of epoch {self.epoch}"
+
+
+@dataclass(frozen=True)
+class RecordedPush:
+    """A push that was committed, and all that its gradients depend on beside the parameters of its version."""
+
+    told: Pushed
+    batches: tuple[Batch, ...]
+    fresh: bool  # False: the worker went on with its own buffers, and not the server's
+
+    def __str__(self) -> str:
+        batches = ", ".join(map(str, self.batches))
+        return f"worker {self.told.rank}, step {self.told.step}, on version {self.told.version} ({batches})"
+
+
+class RecordedCommit(NamedTuple):
+    version: int  # after it
+    pushes: tuple[RecordedPush, ...]  # in the order in which they came
+
+
+@dataclass
+class Plan:
+    """What a replay does: its commits in order, and what there is to compare with."""
+
+    first: int = 0  # the version that the trace begins with
+    commits: list[RecordedCommit] = field(default_factory=list)
+    hashes: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))  # by version
+    data: list[Described] = field(default_factory=list)
+    ended: Ended | None = None  # None: the server was killed, or is still at it
+
+    @property
+    def last(self) -> int:
+        """The version that the trace ends with."""
+        return self.first + len(self.commits)
+
+    def computed_from(self) -> dict[int, list[RecordedPush]]:
+        """The pushes by the version that they were computed from, in the order in which they came."""
+        found: dict[int, list[RecordedPush]] = defaultdict(list)
+        for commit in self.commits:
+            for push in commit.pushes:
+                found[push.told.version].append(push)
+        return found
+
+
+def read_plan(records: Iterable[Record]) -> Plan:
+    """Gather what a trace tells; one that cannot be true is a ``TraceError``."""
+    return _Reading().read(records)
+
+
+class _Reading:
+    """The state of one pass over a trace."""
+
+    def __init__(self) -> None:
+        self.plan = Plan()
+        self.begun = False
+        self.given: dict[int, Given] = {}  # by rank: the step under way
+        self.batches: dict[int, list[Batch]] = {}  # of that step
+        self.taken: list[RecordedPush] = []  # and not committed yet
+        self.versions: dict[int, int] = {}  # by rank: of the parameters that its last push was computed from
+
+    def read(self, records: Iterable[Record]) -> Plan:
+        for record in records:
+            match record:
+                case Began():
+                    self._begin(record)
+                case Joined():
+                    self._forget(record.rank)
+                case Given():
+                    self.given[record.rank] = record
+                    self.batches[record.rank] = [Batch(record.epoch, record.batch)]
+                case GivenMore() if record.batch >= 0:
+                    self.batches.setdefault(record.rank, []).append(Batch(record.epoch, record.batch))
+                case Pushed():
+                    self._take(record)
+                case Committed():
+                    self._commit(record)
+                case Hashed():
+                    self.plan.hashes[record.version].append(record.digest)
+                case Described():
+                    self.plan.data.append(record)
+                case Ended():
+                    self.plan.ended = record
+                case _:
+                    pass
+        if not self.begun:
+            raise TraceError("the trace does not say that a server began; the run ended before it did anything")
+        return self.plan
+
+    def _begin(self, record: Began) -> None:
+        """The server began or came back: workers join anew, and what was not committed is lost."""
+        if not self.begun:
+            self.plan.first, self.begun = record.version, True
+        elif record.version != self.plan.last:
+            raise TraceError(
+                f"the trace has a gap: a server went on from version {record.version}, and the commit before it made "
+                f"version {self.plan.last}"
+            )
+        self.plan.ended = None
+        self.given, self.batches, self.taken, self.versions = {}, {}, [], {}
+
+    def _forget(self, rank: int) -> None:
+        self.given.pop(rank, None)
+        self.batches.pop(rank, None)
+        self.versions.pop(rank, None)
+
+    def _take(self, record: Pushed) -> None:
+        rank, step, version = record.rank, record.step, record.version
+        given = self.given.get(rank)
+        if given is None or given.step != step or given.batch < 0:
+            raise TraceError(f"worker {rank} pushed step {step}, and the trace does not say what batch it was given")
+        if not self.plan.first <= version <= self.plan.last or not (given.fresh or self.versions.get(rank) == version):
+            raise TraceError(f"worker {rank} pushed step {step} on version {version}, which it cannot have had")
+        self.versions[rank] = version
+        self.taken.append(RecordedPush(record, tuple(self.batches[rank]), given.fresh))
+
+    def _commit(self, record: Committed) -> None:
+        if record.version != self.plan.last + 1 or record.pushes != len(self.taken):
+            raise TraceError(
+                f"the trace has a gap: version {record.version} was made of {record.pushes} pushes, and there are "
+                f"{len(self.taken)} after version {self.plan.last}"
+            )
+        self.plan.commits.append(RecordedCommit(record.version, tuple(self.taken)))
+        self.taken = []
