@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import signal
@@ -27,6 +28,8 @@ from paceline.server.live import Committed, LiveServer
 from paceline.server.work_queue import WorkQueue
 from paceline.session import Session
 from paceline.trainee import Trainee
+
+logger = logging.getLogger("paceline")
 
 _TIME_TO_COME = 60.0  # seconds that workers of other hosts have after the others are done
 
@@ -65,6 +68,7 @@ class HostingSession(Session):
         self._hosting = Hosting(workers)
         self._server_policy = policy
         self._trace: TraceWriter | None = None
+        self._found: Mapping[str, Any] | None = None  # left behind by a server that was killed
         super().__init__(
             trainee,
             policy=policy,
@@ -76,6 +80,19 @@ class HostingSession(Session):
             log_every=log_every,
             on_nan=on_nan,
         )
+
+    def take_over(self, found: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """Begin in the place of a server that was killed, with what it has left in the shared memory."""
+        self._found = found
+        self._hosting.queue.load_state_dict(found["queue"])
+        self._hosting.traced = Place(*found["traced"]) if found["traced"] else None
+        self.steps, self.seed = found["version"], found["seed"]
+        self._data.epoch = self._hosting.queue.epoch
+        if self.run is not None and self.run.metrics_file.exists():
+            self._metrics_bytes = self.run.metrics_file.stat().st_size
+        self._start(None, False, config)
+        self._write("restarted", lost_pushes=found["taken"])
+        logger.warning("the server is back at version %d; %d pushes are lost", self.steps, found["taken"])
 
     def serve(self, place: ServerPlace) -> NoReturn:
         """Serve until the workers have left or a signal comes; raises ``SystemExit`` in the end."""
@@ -96,6 +113,7 @@ class HostingSession(Session):
                     listener=listener,
                     host=self,
                     trace=self._trace,
+                    found=self._found,
                 )
                 _listen(listener, place)
                 gone: set[int] = set()
@@ -151,8 +169,6 @@ class HostingSession(Session):
 
     def committed(self, commit: Committed) -> None:
         self.steps, self._data.epoch = commit.version, commit.epoch
-        if self._trace is not None:
-            self._trace.flush()
         if self.steps % self._log_every == 0:
             values = dataclasses.asdict(commit)
             del values["version"], values["epoch"]

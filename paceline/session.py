@@ -166,11 +166,17 @@ def _host(
 ) -> NoReturn:
     """Be the server: serve until the run ends, then end the script."""
     from paceline.hosting import HostingSession
+    from paceline.server.vault import read_note
 
-    opened = _open_run(run, resume, keep) if run is not None else None
+    found = read_note(place.memory_fd) if place.memory_fd is not None else None
+    again = place.incarnation > 0  # one before was killed; what is in the directory is this run's
+    opened = _open_run(run, resume or again, keep) if run is not None else None
     try:
         session = HostingSession(trainee, workers=place.workers or 1, run=opened, **settings)
-        session._start(Path(run) if run is not None else None, resume, config)
+        if found is not None:
+            session.take_over(found, config)
+        else:
+            session._start(Path(run) if run is not None else None, resume or (again and run is not None), config)
     except BaseException:
         if opened is not None:
             opened.close()

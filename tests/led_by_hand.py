@@ -15,11 +15,13 @@ import torch
 from live import DEADLINE, TOKEN, Cluster, Weights
 from torch import Tensor, nn
 
-from paceline.server.channel import Channel
+from paceline.server.channel import Received
 from paceline.server.handshake import Opening
 from paceline.server.layout import ModelLayouts, memory_of
-from paceline.server.lines import Line, UnixLine, bytes_of, connect
+from paceline.server.lines import Line
 from paceline.server.messages import Alive, Ask, Data, Described, Finished, Go, Hello, Message, Push, Welcome
+from paceline.server.pieces import Pieces
+from paceline.server.sockets import connect
 from paceline.server.wire import decode, encode
 
 M = TypeVar("M", bound=Message)
@@ -45,12 +47,12 @@ class Hand:
         self._cluster = cluster
         self.model = model or Weights()
         self.layouts = ModelLayouts(self.model)
-        self.line = connect(address or cluster.address)
+        self.line = Line(connect(address or cluster.address, DEADLINE))
         cluster.lines.append(self.line)
         opening = Opening(token, "none")
-        self.line.send_multipart([opening.hello()])
-        self.channel: Channel = opening.finish(bytes_of(self._frames()[0]))
         self.parameters = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)
+        self.line.send(opening.hello())
+        self.line.channel = opening.finish(self._next().head)
         self.step = self.version = 0
         if hello:
             self.welcome = self.join(rank, process)
@@ -65,22 +67,22 @@ class Hand:
 
     def say(self, message: Message, tensors: bytes | None = None) -> None:
         """Send a message; the server reads it before it reads anything that is said later, by another hand too."""
-        self.channel.send(self.line, encode(message), None if tensors is None else memoryview(tensors))
+        tensors_there = None if tensors is None else Pieces(memoryview(tensors))
+        self.line.send_all(encode(message), tensors_there, vanished_after=DEADLINE)
         wait_until_read(self.line)
 
     def hear(self, kind: type[M]) -> M:
         """The next message, which must be of this kind."""
         while True:
-            received = self.channel.receive(self._frames(), memory_of(self.parameters))
-            message = decode(received[0]) if received is not None else None
-            if message is not None and not isinstance(message, Alive):
+            message = decode(self._next().head)
+            if not isinstance(message, Alive):
                 assert isinstance(message, kind), f"wanted {kind.__name__}, heard {message}"
                 return message
 
     def hears_nothing(self) -> bool:
         """Whether nothing has come after the server has had time for it."""
         self.line.wait(0.03)
-        return self.line.receive() is None
+        return self.line.receive(self._into()) is None
 
     def ask(self, epochs: int = -1) -> Go:
         asked = self.step + 100
@@ -119,13 +121,17 @@ class Hand:
         view: Tensor = self.layouts.down.views(self.parameters)[0]
         return float(view.flatten()[0])
 
-    def _frames(self) -> Sequence[Any]:
+    def _into(self) -> Pieces:
+        return Pieces(memory_of(self.parameters))
+
+    def _next(self) -> Received:
         end = time.monotonic() + DEADLINE
-        while (frames := self.line.receive()) is None:
+        while (received := self.line.receive(self._into())) is None:
             self.line.wait(0.1)
             self._cluster.check()
+            assert not self.line.ended, "the server has hung up"
             assert time.monotonic() < end, "the server says nothing"
-        return frames
+        return received
 
     def close(self) -> None:
         self.line.close()
@@ -148,12 +154,12 @@ def batches(*hands: Hand, epochs: int = 1) -> list[int]:
 def wait_until_read(line: Line | None) -> None:
     """Wait until the server has read all that was sent on a line; what others send now comes after it."""
     end = time.monotonic() + DEADLINE
-    while isinstance(line, UnixLine) and not line.ended and _unread(line):
+    while line is not None and not line.remote and not line.ended and _unread(line):
         assert time.monotonic() < end, "the server does not read"
         time.sleep(0.0001)
 
 
-def _unread(line: UnixLine) -> int:
+def _unread(line: Line) -> int:
     """How many bytes the other end has not read yet."""
     (unread,) = struct.unpack("i", fcntl.ioctl(line.fileno(), termios.TIOCOUTQ, bytes(4)))
     return int(unread)

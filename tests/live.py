@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import torch
-import zmq
 from torch import nn
 from torch.optim import SGD
 
@@ -35,6 +35,12 @@ M = TypeVar("M", bound=Message)
 TOKEN = bytes(range(32))
 DEADLINE = 20.0  # seconds: who takes longer hangs
 NO_LOSS = float("nan")
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of ``tcp://host:port``."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 class Weights(nn.Module):
@@ -114,9 +120,7 @@ class Cluster:
             host=self.host,
             trace=trace,
         )
-        self.context = zmq.Context()
         self.lines: list[Line] = []  # are closed in the end
-        self.sockets: list[zmq.Socket[bytes]] = []  # are closed with the context
         self.failure: BaseException | None = None
         self.ended_well: bool | None = None
         self._stop = threading.Event()
@@ -139,7 +143,6 @@ class Cluster:
         self._rouse()
         self._thread.join(DEADLINE)
         assert not self._thread.is_alive(), "the server hangs"
-        self.context.destroy(linger=0)
         for line in self.lines:
             line.close()
         self.listener.close()
@@ -153,10 +156,8 @@ class Cluster:
 
     def _rouse(self) -> None:
         """Have the server look at once whether it is to stop."""
-        socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
-        self.sockets.append(socket)
-        socket.connect(self.tcp_address)
-        socket.send(b"wake up")
+        with socket.create_connection(host_and_port(self.tcp_address)):
+            pass
 
     def wait_for_end(self) -> None:
         """Wait until the server ends by itself."""

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import random
+import socket
 import struct
 from collections.abc import Iterator
-from typing import Any, TypeAlias, get_args
+from typing import NamedTuple, get_args
 
 import pytest
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError, WireError
 from paceline.server.channel import CHUNK, MAX_FRAME, Channel, Sealing
 from paceline.server.handshake import HandshakeRefused, Opening, answer, fresh_token
+from paceline.server.lines import LENGTHS, MAX_FIRST, NO_FRAME, Line, Waiting
 from paceline.server.messages import Push
+from paceline.server.pieces import Pieces
 from paceline.server.wire import MAX_HEAD, encode
 
 TOKEN = bytes.fromhex("5e" * 32)
 SEALINGS: tuple[Sealing, ...] = get_args(Sealing)
-Sockets: TypeAlias = tuple[zmq.Socket[bytes], list[zmq.Socket[bytes]]]
 HEAD = encode(Push(3, 2, 64, 0.5, 0.01, b"\xff\x01"))
-
-
-class Wire:
-    """Stands for a socket: keeps the messages that were sent on it."""
-
-    def __init__(self) -> None:
-        self.messages: list[list[bytes]] = []
-
-    def send_multipart(self, parts: list[Any], copy: bool = True) -> None:
-        self.messages.append([bytes(part) for part in parts])
 
 
 def channels(sealing: Sealing) -> tuple[Channel, Channel]:
@@ -42,9 +33,27 @@ def channels(sealing: Sealing) -> tuple[Channel, Channel]:
 
 
 def sent(channel: Channel, head: bytes, tensors: bytes | None = None) -> list[list[bytes]]:
-    wire: Any = Wire()
-    channel.send(wire, head, None if tensors is None else memoryview(tensors))
-    return list(wire.messages)
+    """The frames of the messages that are made of a head and its tensors."""
+    waiting = Waiting(head, None if tensors is None else Pieces(memoryview(tensors)), overtaken_by_next=False)
+    messages, last = [], False
+    while not last:
+        first, second, last = waiting.frames(channel)
+        messages.append([first] if second is None else [first, b"".join(second)])
+    return messages
+
+
+def receive(channel: Channel, frames: list[bytes], into: memoryview | None = None) -> tuple[bytes, bool] | None:
+    """Have a channel take a message; give its head, and whether tensors came with it."""
+    if not 1 <= len(frames) <= 2:
+        raise WireError("a line cannot carry this")
+    second = len(frames[1]) if len(frames) == 2 else None
+    places = channel.begin(memoryview(frames[0]), second, None if into is None else Pieces(into))
+    start = 0
+    for place in places:
+        place[:] = frames[1][start : start + len(place)]
+        start += len(place)
+    received = channel.end()
+    return None if received is None else (received.head, received.tensors is not None)
 
 
 def numbered(count: int) -> bytes:
@@ -62,7 +71,7 @@ def test_what_is_sent_arrives(sealing: Sealing, both_ways: list[tuple[bool, byte
         sender, receiver = (worker, server) if from_worker else (server, worker)
         into = bytearray(len(tensors or b""))
         (message,) = sent(sender, head, tensors)
-        assert receiver.receive(message, memoryview(into)) == (head, tensors is not None)
+        assert receive(receiver, message, memoryview(into)) == (head, tensors is not None)
         assert bytes(into) == (tensors or b"")
 
 
@@ -84,14 +93,14 @@ def test_no_two_messages_look_alike_when_sealed() -> None:
 def test_channels_of_two_connections_do_not_understand_each_other() -> None:
     (worker, _), (_, other_server) = channels("all"), channels("all")
     with pytest.raises(WireError, match="not sealed by the peer"):
-        other_server.receive(sent(worker, HEAD)[0])
+        receive(other_server, sent(worker, HEAD)[0])
 
 
 @pytest.mark.parametrize("sealing", ["heads", "all"])
 def test_an_own_message_sent_back_is_refused(sealing: Sealing) -> None:
     worker, _ = channels(sealing)
     with pytest.raises(WireError, match="not sealed by the peer"):
-        worker.receive(sent(worker, HEAD)[0])
+        receive(worker, sent(worker, HEAD)[0])
 
 
 @settings(max_examples=300)
@@ -106,8 +115,8 @@ def test_a_changed_bit_is_refused_and_the_true_message_still_arrives(sealing: Se
     changed[bit // 8] ^= 1 << bit % 8
     into = memoryview(bytearray(9))
     with pytest.raises(WireError):
-        server.receive([bytes(changed) if place == index else part for place, part in enumerate(message)], into)
-    assert server.receive(message, into) == (HEAD, True)
+        receive(server, [bytes(changed) if place == index else part for place, part in enumerate(message)], into)
+    assert receive(server, message, into) == (HEAD, True)
     assert bytes(into) == b"gradients"
 
 
@@ -116,13 +125,13 @@ def test_replayed_lost_or_reordered_messages_are_refused(sealing: Sealing) -> No
     worker, server = channels(sealing)
     first, second, third = (sent(worker, head)[0] for head in (b"first", b"second", b"third"))
     with pytest.raises(WireError, match="wanted message 0, found 1"):
-        server.receive(second)
-    assert server.receive(first) == (b"first", False)
+        receive(server, second)
+    assert receive(server, first) == (b"first", False)
     with pytest.raises(WireError, match="wanted message 1, found 0"):
-        server.receive(first)
+        receive(server, first)
     with pytest.raises(WireError, match="wanted message 1, found 2"):
-        server.receive(third)
-    assert server.receive(second) == (b"second", False)
+        receive(server, third)
+    assert receive(server, second) == (b"second", False)
 
 
 @pytest.mark.parametrize("sealing", SEALINGS)
@@ -133,14 +142,14 @@ def test_chunks_out_of_order_or_without_end_are_refused(sealing: Sealing) -> Non
     chunks = sent(worker, HEAD, tensors)
     assert [len(part[-1]) for part in chunks] == [size + 16 * (sealing == "all") for size in (CHUNK, CHUNK, 5)]
     later = sent(worker, b"later")[0]
-    assert server.receive(chunks[0], into) is None
+    assert receive(server, chunks[0], into) is None
     for other in (chunks[0], chunks[2], later):
         with pytest.raises(WireError):
-            server.receive(other, into)
-    assert server.receive(chunks[1], into) is None
-    assert server.receive(chunks[2], into) == (HEAD, True)
+            receive(server, other, into)
+    assert receive(server, chunks[1], into) is None
+    assert receive(server, chunks[2], into) == (HEAD, True)
     assert bytes(into) == tensors
-    assert server.receive(later) == (b"later", False)
+    assert receive(server, later) == (b"later", False)
 
 
 @pytest.mark.parametrize(("place", "head"), [(0, b""), (CHUNK - 1, b""), (CHUNK, b"new"), (2**64 - 1, b"")])
@@ -148,12 +157,12 @@ def test_a_peer_that_goes_on_elsewhere_in_its_tensors_is_refused(place: int, hea
     worker, server = channels("none")
     into = memoryview(bytearray(CHUNK + 5))
     first, second = sent(worker, HEAD, bytes(CHUNK + 5))
-    assert server.receive(first, into) is None
+    assert receive(server, first, into) is None
     with pytest.raises(WireError):
-        server.receive([second[0][:8] + struct.pack("<Q", place) + head, second[1]], into)
+        receive(server, [second[0][:8] + struct.pack("<Q", place) + head, second[1]], into)
     with pytest.raises(WireError):
-        server.receive([second[0][:8] + struct.pack("<Q", place) + head], into)
-    assert server.receive(second, into) == (HEAD, True)
+        receive(server, [second[0][:8] + struct.pack("<Q", place) + head], into)
+    assert receive(server, second, into) == (HEAD, True)
 
 
 @pytest.mark.parametrize("sealing", SEALINGS)
@@ -164,7 +173,7 @@ def test_an_announced_length_that_is_not_wanted_is_refused(sealing: Sealing, roo
     message = sent(worker, HEAD, bytes(100))[0]
     wanted = "no tensors" if room is None else f"{room} bytes of tensors"
     with pytest.raises(WireError, match=f"wanted {wanted}, found 100 announced"):
-        server.receive(message, into)
+        receive(server, message, into)
 
 
 @pytest.mark.parametrize("sealing", SEALINGS)
@@ -174,11 +183,11 @@ def test_a_message_without_its_tensors_or_with_others_is_refused(sealing: Sealin
     into = memoryview(bytearray(9))
     for frames in ([], [head], [head, tensors, tensors], [head, tensors[:-1]], [head, tensors + b"x"], [tensors, head]):
         with pytest.raises(WireError):
-            server.receive(frames, into)
+            receive(server, frames, into)
     alone = sent(channels(sealing)[0], HEAD)[0]
     with pytest.raises(WireError):
-        server.receive([*alone, tensors], into)
-    assert server.receive([head, tensors], into) == (HEAD, True)
+        receive(server, [*alone, tensors], into)
+    assert receive(server, [head, tensors], into) == (HEAD, True)
 
 
 def test_a_head_that_is_too_long_is_not_sent() -> None:
@@ -187,7 +196,7 @@ def test_a_head_that_is_too_long_is_not_sent() -> None:
         sent(worker, bytes(MAX_HEAD + 1))
     (longest,) = sent(worker, bytes(MAX_HEAD))[0]
     assert len(longest) == MAX_FRAME
-    assert server.receive([longest]) == (bytes(MAX_HEAD), False)
+    assert receive(server, [longest]) == (bytes(MAX_HEAD), False)
 
 
 @pytest.mark.parametrize("sealing", SEALINGS)
@@ -200,13 +209,13 @@ def test_mutated_and_random_frames_are_refused_and_the_channel_goes_on(sealing: 
         true = sent(worker, HEAD, source.randbytes(64))[0]
         for _ in range(100):
             try:
-                server.receive(mutated_frames(true, source), into)
+                receive(server, mutated_frames(true, source), into)
             except WireError:
                 refused += 1
             else:  # frames in clear can be changed unnoticed
                 worker, server = channels(sealing)
                 true = sent(worker, HEAD, source.randbytes(64))[0]
-        assert server.receive(true, into) == (HEAD, True)
+        assert receive(server, true, into) == (HEAD, True)
     assert refused == 34_000 or (sealing == "none" and refused > 15_000)
 
 
@@ -308,80 +317,179 @@ def test_tokens_are_fresh_and_short_ones_are_refused() -> None:
         answer(Opening(TOKEN, "all").hello(), b"", "all")
 
 
-@pytest.fixture
-def sockets() -> Iterator[Sockets]:
-    """A server's socket and those of two workers, over TCP."""
-    context = zmq.Context()
-    server: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    server.maxmsgsize = MAX_FRAME
-    port = server.bind_to_random_port("tcp://127.0.0.1")
-    workers: list[zmq.Socket[bytes]] = [context.socket(zmq.DEALER) for _ in range(2)]
-    for worker in workers:
-        worker.maxmsgsize = MAX_FRAME
-        worker.connect(f"tcp://127.0.0.1:{port}")
-    for socket in (server, *workers):
-        socket.rcvtimeo = 30_000
-    yield server, workers
-    for socket in (server, *workers):
-        socket.close(linger=0)
-    context.term()
+class Ends(NamedTuple):
+    """Both ends of a connection."""
+
+    worker: Line
+    server: Line
 
 
-def connect(server: zmq.Socket[bytes], worker: zmq.Socket[bytes], sealing: Sealing) -> tuple[bytes, Channel, Channel]:
-    """Give the worker's route, its channel and the server's for it."""
+@pytest.fixture(params=["tcp", "unix"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    if request.param == "unix":
+        ends = Ends(*map(Line, socket.socketpair()))
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            worker = socket.create_connection(door.getsockname())
+            ends = Ends(Line(worker), Line(door.accept()[0]))
+    yield ends
+    for line in ends:
+        line.close()
+
+
+def meet(ends: Ends, sealing: Sealing) -> None:
+    """Give both lines their channels, as a handshake over them does."""
     opening = Opening(TOKEN, sealing)
-    worker.send(opening.hello())
-    route, hello = server.recv_multipart()
-    channel, reply = answer(hello, TOKEN, sealing)
-    server.send_multipart([route, reply])
-    return route, opening.finish(worker.recv()), channel
+    ends.worker.send(opening.hello())
+    hello = carried(ends.worker, ends.server)
+    channel, reply = answer(hello[0], TOKEN, sealing)
+    ends.server.send(reply)
+    ends.server.channel = channel
+    ends.worker.channel = opening.finish(carried(ends.server, ends.worker)[0])
+
+
+def carried(sender: Line, receiver: Line, into: Pieces | None = None) -> tuple[bytes, bool]:
+    """What arrives next; the sender sends on meanwhile."""
+    while (received := receiver.receive(into)) is None:
+        assert not receiver.ended and not sender.ended
+        sender.flush()
+        receiver.wait(0.01)
+    return received.head, received.tensors is not None
 
 
 @pytest.mark.parametrize("sealing", SEALINGS)
-@pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK // 2])
-def test_tensors_of_any_size_arrive_over_tcp_both_ways(sockets: Sockets, sealing: Sealing, size: int) -> None:
-    server, (worker, _) = sockets
-    route, workers_end, servers_end = connect(server, worker, sealing)
+@pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 30 * CHUNK // 2])
+def test_tensors_of_any_size_arrive_both_ways(ends: Ends, sealing: Sealing, size: int) -> None:
+    meet(ends, sealing)
     tensors = numbered(size)
-    workers_end.send(worker, HEAD, memoryview(tensors))
-    there = memoryview(bytearray(size))
-    result = None
-    while result is None:
-        result = servers_end.receive(server.recv_multipart(copy=False)[1:], there)
-    assert result == (HEAD, True)
+    there, back = memoryview(bytearray(size)), memoryview(bytearray(size))
+    ends.worker.send(HEAD, Pieces(memoryview(tensors)))
+    ends.worker.send(b"behind it")
+    assert carried(ends.worker, ends.server, Pieces(there)) == (HEAD, True)
     assert bytes(there) == tensors
-    servers_end.send(server, b"back", there, route=route)
-    back = memoryview(bytearray(size))
-    result = None
-    while result is None:
-        result = workers_end.receive(worker.recv_multipart(copy=False), back)
-    assert result == (b"back", True)
+    assert carried(ends.worker, ends.server) == (b"behind it", False)
+    ends.server.send(b"back", Pieces(there))
+    assert carried(ends.server, ends.worker, Pieces(back)) == (b"back", True)
     assert bytes(back) == tensors
 
 
 @pytest.mark.parametrize("sealing", SEALINGS)
-def test_chunks_of_two_workers_may_be_interleaved(sockets: Sockets, sealing: Sealing) -> None:
-    server, workers = sockets
-    tensors = [numbered(3 * CHUNK + place) for place in (1, 2)]
-    connected = [connect(server, worker, sealing) for worker in workers]
-    routes = [route for route, _, _ in connected]
-    for (_, workers_end, _), worker, own in zip(connected, workers, tensors, strict=True):
-        workers_end.send(worker, HEAD, memoryview(own))
-    waiting: dict[bytes, list[list[zmq.Frame]]] = {route: [] for route in routes}
-    while any(len(messages) < 4 for messages in waiting.values()):
-        frames = server.recv_multipart(copy=False)
-        waiting[frames[0].bytes].append(frames[1:])
-    ends = {route: servers_end for route, _, servers_end in connected}
-    buffers = {route: memoryview(bytearray(len(own))) for route, own in zip(routes, tensors, strict=True)}
-    results = [ends[route].receive(waiting[route][turn], buffers[route]) for turn in range(4) for route in routes]
-    assert results == [None] * 6 + [(HEAD, True)] * 2
-    assert [bytes(buffers[route]) for route in routes] == tensors
+def test_tensors_in_pieces_arrive_in_other_pieces(ends: Ends, sealing: Sealing) -> None:
+    meet(ends, sealing)
+    source = random.Random(5)
+    for _ in range(20):
+        sizes = [source.choice([0, 1, 3, 100, CHUNK // 2, CHUNK, 2 * CHUNK + 1]) for _ in range(source.randrange(1, 8))]
+        sent_pieces = [numbered(size) for size in sizes]
+        source.shuffle(sizes)
+        places = [bytearray(size) for size in sizes]
+        ends.worker.send(HEAD, Pieces(*(memoryview(piece) for piece in sent_pieces)))
+        assert carried(ends.worker, ends.server, Pieces(*(memoryview(place) for place in places))) == (HEAD, True)
+        assert b"".join(places) == b"".join(sent_pieces)
 
 
-def test_a_frame_longer_than_any_of_ours_never_reaches_the_server(
-    sockets: Sockets,
-) -> None:
-    server, (hostile, worker) = sockets
-    hostile.send(bytes(MAX_FRAME + 1))
-    assert server.poll(300) == 0
-    connect(server, worker, "all")
+@pytest.mark.parametrize("sealing", SEALINGS)
+def test_what_waits_can_be_kept_while_its_memory_changes(ends: Ends, sealing: Sealing) -> None:
+    meet(ends, sealing)
+    tensors = numbered(40 * CHUNK)
+    memory = bytearray(tensors)
+    for head in (b"first", b"second"):
+        ends.server.send(head, Pieces(memoryview(memory)))
+    assert ends.server.waits
+    ends.server.keep_what_waits()
+    memory[:] = bytes(len(memory))
+    for head in (b"first", b"second"):
+        into = memoryview(bytearray(len(tensors)))
+        assert carried(ends.server, ends.worker, Pieces(into)) == (head, True)
+        assert bytes(into) == tensors
+
+
+def test_what_is_overtaken_before_it_has_begun_is_not_sent(ends: Ends) -> None:
+    meet(ends, "none")
+    tensors = Pieces(memoryview(bytes(40 * CHUNK)))
+    for head in (b"first", b"second", b"third"):
+        ends.server.send(head, tensors, overtakes=True)
+        ends.server.send(b"after " + head)
+    into = Pieces(memoryview(bytearray(tensors.nbytes)))
+    heard = [carried(ends.server, ends.worker, into)[0] for _ in range(5)]
+    assert heard == [b"first", b"after first", b"after second", b"third", b"after third"]
+
+
+def test_a_peer_that_reads_nothing_is_given_up(ends: Ends) -> None:
+    meet(ends, "none")
+    for _ in range(100_000):
+        ends.server.send(bytes(2000))
+        if ends.server.ended:
+            return
+    raise AssertionError("messages pile up without end")
+
+
+@pytest.mark.parametrize("lengths", [(MAX_FRAME + 1, NO_FRAME), (5, MAX_FRAME + 1), (NO_FRAME, NO_FRAME)])
+def test_a_frame_longer_than_any_of_ours_ends_the_line(ends: Ends, lengths: tuple[int, int]) -> None:
+    meet(ends, "all")
+    ends.worker._socket.send(LENGTHS.pack(*lengths))
+    ends.server.wait(5)
+    with pytest.raises(WireError, match="wanted frames of at most"):
+        ends.server.receive()
+    assert ends.server.ended
+
+
+@pytest.mark.parametrize("lengths", [(MAX_FIRST + 1, NO_FRAME), (0, MAX_FIRST + 1), (100, 1)])
+def test_a_first_message_that_is_too_long_or_too_many_ends_the_line(ends: Ends, lengths: tuple[int, int]) -> None:
+    ends.worker._socket.send(LENGTHS.pack(*lengths) + bytes(MAX_FIRST))
+    ends.server.wait(5)
+    with pytest.raises(WireError, match="wanted"):
+        ends.server.receive()
+    assert ends.server.ended
+
+
+def test_a_refused_message_leaves_the_line_as_it_was(ends: Ends) -> None:
+    """All of it is skipped, wherever it is cut."""
+    meet(ends, "none")
+    chunk = numbered(CHUNK)
+    first, second, alone = (sent(channels("none")[0], HEAD, tensors)[0] for tensors in (chunk, chunk[:100], None))
+    data = b"".join(in_line(message) for message in (first, second, alone))
+    refused, heard, start = 0, None, 0
+    while heard is None:
+        ends.worker._socket.send(data[start : start + 7777])
+        start += 7777
+        ends.server.wait(0.01)
+        try:
+            heard = ends.server.receive(Pieces(memoryview(bytearray(9))))
+        except WireError:
+            refused += 1
+    assert (heard.head, refused) == (HEAD, 2)
+
+
+def in_line(message: list[bytes]) -> bytes:
+    lengths = [len(message[0]), len(message[1]) if len(message) > 1 else NO_FRAME]
+    return LENGTHS.pack(*lengths) + b"".join(message)
+
+
+def test_messages_byte_by_byte(ends: Ends) -> None:
+    opening = Opening(TOKEN, "all")
+    channel, reply = answer(opening.hello(), TOKEN, "all")
+    worker = opening.finish(reply)
+    ends.server.channel = channel
+    into = memoryview(bytearray(300))
+    tensors = numbered(300)
+    data = b"".join(in_line(sent(worker, head, tensors)[0]) for head in (b"a", b"b"))
+    heard = []
+    for place in range(len(data)):
+        ends.worker._socket.send(data[place : place + 1])
+        ends.server.wait(5)
+        if (received := ends.server.receive(Pieces(into))) is not None:
+            heard.append(received.head)
+            assert bytes(into) == tensors
+    assert heard == [b"a", b"b"]
+
+
+def test_what_came_before_the_end_is_heard_though_sending_fails(ends: Ends) -> None:
+    meet(ends, "none")
+    ends.worker.send(b"unread")
+    ends.server.send(b"last words")
+    ends.server.close()
+    for _ in range(3):
+        ends.worker.send(b"to nobody")
+    assert carried(ends.worker, ends.worker) == (b"last words", False)
+    assert ends.worker.receive() is None
+    assert ends.worker.ended

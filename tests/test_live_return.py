@@ -13,7 +13,7 @@ import pytest
 import torch
 from led_by_hand import Hand
 from ledger import Seen, samples, seen_trainee, times_used, train
-from live import DEADLINE, Cluster
+from live import DEADLINE, Cluster, host_and_port
 
 from paceline.served import ServedSession
 from paceline.trainee import Trainee
@@ -27,8 +27,7 @@ class Network:
     """Carries connections to an address until it is cut; new ones can be made at once."""
 
     def __init__(self, address: str) -> None:
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        self._target = host, int(port)
+        self._target = host_and_port(address)
         self._door = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._door.getsockname()[1]}"
         self._ends: list[socket.socket] = []
@@ -115,7 +114,7 @@ def test_a_worker_comes_back_after_computing(cluster: Cluster, network: Network,
                 torch.autograd.backward(own.model(places).mean())
                 if number == 0:
                     network.cut()
-                    cluster.until(lambda: network.connections == 2)
+                    cluster.until(lambda: 0 not in cluster.server._members)
         assert given[:2] == [0, 0]
     assert times_used(cluster) == [1.0] * COUNT
 

@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 
 from paceline.errors import NonFiniteLossError, UsageError
 from paceline.served import ServedSession
-from paceline.server.lines import UnixLine
 from paceline.trainee import Trainee
 
 pytestmark = pytest.mark.timeout(40)
@@ -54,7 +53,7 @@ class Pair:
         self.hand.push(*[0.0] * 6)
         self.hand.go()
         line = self.session._client._line
-        assert isinstance(line, UnixLine)
+        assert line is not None
         poll = select.poll()  # select.select refuses descriptors above 1023
         poll.register(line, select.POLLIN)
         assert poll.poll(5000), "the later step does not come"

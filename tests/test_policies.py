@@ -42,7 +42,7 @@ ALL_POLICIES: list[Policy] = [
     AdaSync(k0=2, over="k-batch-async", rule="root", window=0.5),
 ]
 FILES = sorted(Path(paceline.policies.__file__).parent.rglob("*.py"))
-NOT_PURE = {"torch", "socket", "time", "random", "numpy", "zmq", "threading", "os"}
+NOT_PURE = {"torch", "socket", "time", "random", "numpy", "threading", "os"}
 OURS = ("paceline.errors", "paceline.spec", "paceline.policies")
 
 every_policy = pytest.mark.parametrize("policy", ALL_POLICIES, ids=str)

@@ -49,7 +49,7 @@ def _a_file_when_a_death_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def write_and_touch(screen: Screen, name: Any, text: str) -> None:
         write(screen, name, text)
-        if text.startswith("paceline: worker"):
+        if text.startswith("paceline: "):
             (tmp_path / f"told-{next(told)}").touch()
 
     monkeypatch.setattr(Screen, "write", write_and_touch)
@@ -225,6 +225,68 @@ def test_workers_that_never_join_are_given_up(bench: Bench, monkeypatch: pytest.
     assert re.fullmatch(r"worker 1 was .* SIGKILL \(.*\); before it joined, and so were the 2 before it", fault)
 
 
+def test_a_killed_server_is_replaced_and_finds_what_was_in_memory(bench: Bench) -> None:
+    """Also where it listened: workers of other hosts know that address."""
+    source = """
+        if place.role == "server":
+            report("joined")
+            print(place.incarnation, place.bind, os.pread(place.memory_fd, 3, 100))
+            report("serving", address="tcp://127.0.0.1:47" + str(place.incarnation))
+            if place.incarnation < 2:
+                os.pwrite(place.memory_fd, str(place.incarnation).encode() * 3, 100)
+                kill()
+            wait_for("done")
+            sys.exit()
+        while place.incarnation == 0 and not (Path("told-1").exists() and Path("told-2").exists()):
+            time.sleep(0.01)
+        Path("done").touch()
+        """
+    ended = run(bench, source, server=ServerOptions(needed=True, bind="127.0.0.1:0"), serve="")
+    assert ended.code == 0
+    assert ended.err == 2 * "paceline: the server was killed by SIGKILL; another takes its place\n"
+    assert ended.out.splitlines() == [
+        "[server] 0 127.0.0.1:0 b''",
+        "[server] 1 127.0.0.1:470 b'000'",
+        "[server] 2 127.0.0.1:471 b'111'",
+    ]
+
+
+@pytest.mark.parametrize(("ending", "name"), [("kill()", "SIGKILL"), ("report('joined'); os.abort()", "SIGABRT")])
+def test_servers_that_never_serve_are_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, ending: str, name: str
+) -> None:
+    """One that crashes by itself would crash again where it goes on."""
+    monkeypatch.setattr(service, "_MOST_FRUITLESS", 3)
+    ended = run(bench, "sleep()", serve=f"if place.role == 'server': {ending}\n")
+    assert ended.code == 128 + signal.Signals[name]
+    *told, fault = ended.err.splitlines()
+    assert told == 2 * [f"paceline: the server was killed by {name}; another takes its place"]
+    assert re.fullmatch(
+        rf"the server was killed by {name} \(.*\); (before it joined, and so|as) were the 2 before it", fault
+    )
+
+
+def test_a_server_killed_when_a_worker_has_left_is_told_so(bench: Bench) -> None:
+    """The one before knew; its successor must not wait for it."""
+    serve = """
+if place.role == "server":
+    report("joined")
+    if place.incarnation == 0:
+        wait_for("left")
+        kill()
+    from paceline.launch.service import read_gone
+    while 1 not in read_gone(place.memory_fd, 2):
+        time.sleep(0.01)
+    assert 0 not in read_gone(place.memory_fd, 2)
+    Path("done").touch()
+    sys.exit()
+"""
+    source = "if rank == 0: wait_for('done')\nelse: Path('left').touch()"
+    ended = run(bench, source, serve=serve)
+    assert (ended.code, ended.out) == (0, "")
+    assert ended.err == "paceline: the server was killed by SIGKILL; another takes its place\n"
+
+
 @pytest.mark.parametrize("killed_too", [False, True])
 def test_a_worker_that_raises_ends_the_run(bench: Bench, killed_too: bool) -> None:
     """And no other is started in its place, even if it is killed as it ends."""
@@ -239,7 +301,6 @@ def test_a_worker_that_raises_ends_the_run(bench: Bench, killed_too: bool) -> No
     ("ending", "code", "message"),
     [
         ("raise ValueError('the cause')", 1, "the server failed (after "),
-        ("kill()", 137, "the server was killed by SIGKILL (after "),
         ("sys.exit(3)", 3, "the server exited with code 3 (after "),
     ],
 )
@@ -283,9 +344,9 @@ def test_a_signal_reaches_workers_and_server(bench: Bench) -> None:
 
 def test_a_server_alone_expects_workers_from_elsewhere(bench: Bench) -> None:
     options = ServerOptions(alone=True, bind="127.0.0.1:0", trusted=True, token="ab" * 32)
-    source = "print(place.role, place.workers, place.bind, place.trusted, place.memory_fd, place.token)"
+    source = "print(place.role, place.workers, place.bind, place.trusted, place.memory_fd > 2, place.token)"
     ended = run(bench, source, 5, options, serve="")
-    assert ended == Ended(0, f"server 5 127.0.0.1:0 True None {'ab' * 32}\n", "")
+    assert ended == Ended(0, f"server 5 127.0.0.1:0 True True {'ab' * 32}\n", "")
 
 
 def test_workers_of_a_server_elsewhere(bench: Bench) -> None:

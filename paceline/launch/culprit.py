@@ -25,6 +25,7 @@ class Life:
     in_session: bool = False
     step: int | None = None  # the last one reported
     needs_server: bool = False  # its script has named a policy that needs one
+    address: str | None = None  # where it serves other hosts, if it does
     failure: Mapping[str, Any] | None = None  # its last report of a failure, with the time of the first
     exiting: int | None = None  # the exit code it announced
     exiting_at: float = 0.0
@@ -39,6 +40,8 @@ class Life:
                 self.in_session = True
             case "needs server":
                 self.needs_server = True
+            case "serving":
+                self.address = report.get("address")
             case "left":
                 self.in_session = False
             case "progress":
@@ -157,7 +160,8 @@ def find_kill(life: Life) -> Fault | None:
     what = f"was killed by {name}" + ("" if life.exiting is None else " while exiting with code 0")
     advice = "out of memory?" if number == signal.SIGKILL else ""
     if life.given_up:
-        advice = f"before it joined, and so were the {life.fruitless} before it"
+        where = "as" if life.sessions else "before it joined, and so"
+        advice = f"{where} were the {life.fruitless} before it"
     return Fault(rank=life.rank, at=life.ended_at, what=what, advice=advice, code=128 + number)
 
 

@@ -36,12 +36,11 @@ class Outfit:
             }
         return self._environment(world, self.place and replace(self.place, incarnation=incarnation))
 
-    def server(self, *, bind: str | None = None) -> dict[str, str]:
+    def server(self, *, bind: str | None = None, incarnation: int = 0) -> dict[str, str]:
         """The environment of the server: it is none of the workers, and has no rank."""
         assert self.place is not None
-        return self._environment(
-            {"WORLD_SIZE": self.workers}, replace(self.place, role="server", bind=bind, delay=None)
-        )
+        place = replace(self.place, role="server", bind=bind, delay=None, incarnation=incarnation)
+        return self._environment({"WORLD_SIZE": self.workers}, place)
 
     def _environment(self, world: Mapping[str, object], place: ServerPlace | None) -> dict[str, str]:
         outer = os.environ if self.base is None else self.base

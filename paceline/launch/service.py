@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from paceline.launch.culprit import SERVER, Fault, Life, find_fault, find_kill
 from paceline.launch.environment import ServerPlace
 from paceline.launch.outfit import Outfit
 
-_MOST_FRUITLESS = 10  # workers of one rank in a row that are killed before they join
+_MOST_FRUITLESS = 10  # processes of one rank in a row that are killed before they join
+_ITS_OWN_FAULT = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 _TIME_TO_FINISH = 60.0  # seconds that the server has after the last worker
 
 
@@ -60,7 +62,7 @@ def open_place(options: ServerOptions) -> Iterator[ServerPlace]:
         yield ServerPlace(address=options.join, token=options.token, delay=options.delay, trusted=options.trusted)
         return
     # Neither has a name in any file system: nothing is left behind, however the run ends.
-    memory = os.memfd_create("paceline-server") if hasattr(os, "memfd_create") and not options.alone else None
+    memory = os.memfd_create("paceline-server") if hasattr(os, "memfd_create") else None
     try:
         yield ServerPlace(
             address=f"ipc://@paceline-{secrets.token_hex(16)}",
@@ -84,6 +86,8 @@ class Service:
         self._options = options
         self._memory = () if outfit.place is None or outfit.place.memory_fd is None else (outfit.place.memory_fd,)
         self._has_server = False
+        self._server_incarnation = 0
+        self._bind = options.bind
         self._seen_to: set[tuple[int, int]] = set()  # the killed, by rank and incarnation
         self._workers_ended: float | None = None  # on the monotonic clock
 
@@ -106,6 +110,8 @@ class Service:
         if not self.served and any(life.needs_server for life in lives):
             self._start_server()
         for life in lives:
+            if life.code == 0 and self._server_incarnation:  # the server before may have heard that it left
+                self._tell_server(life.rank)
             known = (life.rank, life.incarnation) in self._seen_to
             if not known and self._may_be_killed(life) and find_kill(life) is not None:
                 self._seen_to.add((life.rank, life.incarnation))
@@ -116,18 +122,21 @@ class Service:
         return find_fault(self._crew.lives, served=self.served) or self._overdue()
 
     def _may_be_killed(self, life: Life) -> bool:
-        if life.rank == SERVER or life.failure is not None:
+        if life.failure is not None:
             return False
+        if life.rank == SERVER:
+            return life.exiting is None and bool(self._memory)
         # A script may name its policy late; until a worker joins, nobody depends on it under any policy.
         return self.served or (self._options.respawn and life.sessions == 0)
 
-    def _start_server(self) -> None:
+    def _start_server(self, life: Life | None = None) -> None:
         if not self._memory and not self._options.alone:
             raise UsageError("a parameter server needs Linux here, for memory that processes share without a name")
         self._has_server = True
-        environment = self._outfit.server(bind=self._options.bind)
+        life = life or Life(rank=SERVER)
+        environment = self._outfit.server(bind=self._bind, incarnation=life.incarnation)
         prefix = "" if self._options.alone else "[server] "
-        self._crew.start(Life(rank=SERVER), self._command, environment, descriptors=self._memory, prefix=prefix)
+        self._crew.start(life, self._command, environment, descriptors=self._memory, prefix=prefix)
 
     def _start_worker(self, life: Life) -> None:
         environment = self._outfit.worker(life.rank, incarnation=life.incarnation)
@@ -140,7 +149,10 @@ class Service:
             mark_gone(memory, rank)
 
     def _see_to(self, killed: Life) -> None:
-        """Start another worker in the place of a killed one, or tell that the run goes on without."""
+        """Start another process in the place of a killed one, or tell that the run goes on without it."""
+        if killed.rank == SERVER:
+            self._replace_server(killed)
+            return
         if self._options.respawn and killed.exiting is None and not self._server_has_ended():
             fruitless = killed.fruitless + 1 if killed.sessions == 0 else 0
             if fruitless == _MOST_FRUITLESS:
@@ -155,6 +167,21 @@ class Service:
             self._tell_of(killed, f"the run goes on with {left}")
         elif any(life.code == 0 for life in workers):
             self._tell_of(killed, "the others had ended")
+
+    def _replace_server(self, killed: Life) -> None:
+        """Start a server in the place of a killed one; it finds all in the memory that we hold."""
+        fruitless = killed.fruitless + 1 if killed.sessions == 0 or -(killed.code or 0) in _ITS_OWN_FAULT else 0
+        if fruitless == _MOST_FRUITLESS:
+            killed.given_up = True
+            return
+        self._tell_of(killed, "another takes its place")
+        if killed.address is not None:
+            self._bind = killed.address.removeprefix("tcp://")  # with the port that workers know
+        for life in self._crew.lives:
+            if life.rank != SERVER and life.code is not None:
+                self._tell_server(life.rank)
+        self._server_incarnation = killed.incarnation + 1
+        self._start_server(Life(rank=SERVER, incarnation=self._server_incarnation, fruitless=fruitless))
 
     def _tell_of(self, killed: Life, what_now: str) -> None:
         kill = find_kill(killed)

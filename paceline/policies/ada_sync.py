@@ -19,6 +19,8 @@ Rule = Literal["quadratic", "root"]
 class AdaState(ServerState):
     """The k of the moment, and the losses that the next one is found from."""
 
+    carried = (*ServerState.carried, "k", "first_loss", "num_first", "loss", "num_losses", "window_end")
+
     k: int = 1
     first_loss: float = 0.0  # mean of the pushes computed on the first parameters
     num_first: int = 0

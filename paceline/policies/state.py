@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import repeat
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from paceline.errors import UsageError
 from paceline.policies.messages import STEP, Push, Send
@@ -20,6 +20,8 @@ class ServerState:
     Steps have numbers of their own, given out with the parameters: the push of a step that was cancelled, or of an
     earlier incarnation, is known by its number.
     """
+
+    carried: ClassVar[tuple[str, ...]] = ("version", "step")  # what stays when all workers are gone and come anew
 
     version: int = 0  # commits so far
     step: int = 0  # the number of the next step to begin
@@ -98,6 +100,15 @@ class ServerState:
             return True
         self.under_way.update((worker, step) for worker, step in zip(workers, taken, strict=True) if step is not None)
         return False
+
+    def carry(self) -> dict[str, Any]:
+        """Give what a state that begins anew takes over by ``take_over``, fit for JSON."""
+        return {name: getattr(self, name) for name in self.carried}
+
+    def take_over(self, carried: Mapping[str, Any]) -> None:
+        """Go on from what an earlier state carries."""
+        for name in self.carried:
+            setattr(self, name, carried[name])
 
     def as_dict(self) -> dict[str, Any]:
         """Give everything as lists and plain values, fit for JSON."""

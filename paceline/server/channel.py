@@ -1,51 +1,61 @@
-"""Heads and tensors over a ZeroMQ socket, numbered and, between hosts, sealed with AES-256-GCM.
+"""Heads and tensors over a stream, numbered and, between hosts, sealed with AES-256-GCM.
 
 A channel is what a handshake leaves at each end of a connection. Every message it sends is one or two frames::
 
     number (u64) · total or offset (u64) · head        sealed unless the sealing is "none"
-    up to 1 MiB of tensors                             sealed if the sealing is "all"
+    up to 256 KiB of tensors                           sealed if the sealing is "all"
 
 The first message of some tensors has the head and their total length, those that follow have no head and say where
 their bytes belong; a message without tensors says ``2**64 - 1``. Numbers count the messages of one direction, so one
 that is replayed, left out or out of order is refused; they also make the nonces. Chunks are small for two reasons: one
-is sealed while ZeroMQ's own thread sends the last one, and a socket can refuse any frame longer than ``MAX_FRAME``.
+is sealed while the network has the last one, and all that happens to it happens in the processor's cache.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-import zmq
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from paceline.errors import WireError
+from paceline.server.pieces import Pieces
 from paceline.server.wire import MAX_HEAD
 
 Sealing: TypeAlias = Literal["none", "heads", "all"]  # same host; trusted network; between hosts
 
-CHUNK = 2**20
+CHUNK = 2**18
 _PREAMBLE = struct.Struct("<QQ")
 _NONCE = struct.Struct("<QI")  # message, frame of it
 _TAG = 16
 _NO_TENSORS = 2**64 - 1
-MAX_FRAME = max(CHUNK, MAX_HEAD) + _PREAMBLE.size + _TAG  # for ZMQ_MAXMSGSIZE
+MAX_FRAME = max(CHUNK, MAX_HEAD) + _PREAMBLE.size + _TAG
+
+
+class Received(NamedTuple):
+    """A message that has come; ``tensors`` is where those with it were put."""
+
+    head: bytes
+    tensors: Pieces | None
 
 
 class _Partial(NamedTuple):
     """Tensors of which not all have come."""
 
     head: bytes
-    total: int
+    into: Pieces
     come: int
 
 
-class Sender(Protocol):
-    """A socket of ZeroMQ, or what sends messages as one does."""
+class _Open(NamedTuple):
+    """A message whose first frame has come."""
 
-    def send_multipart(self, parts: Sequence[Any], /, *, copy: bool = ...) -> object: ...
+    number: int
+    preamble: bytes
+    head: bytes
+    partial: _Partial | None  # with tensors: those before this message's
+    sealed: memoryview | None  # where its sealed chunk is being put
 
 
 class Channel:
@@ -57,99 +67,94 @@ class Channel:
             self._sealer, self._opener = AESGCM(send_key), AESGCM(receive_key)
         self._sent = self._received = 0  # messages
         self._partial: _Partial | None = None
-        self._buffer = memoryview(b"")  # holds a sealed chunk while it is sent
+        self._open: _Open | None = None
+        room = CHUNK + _TAG if self._seal_tensors else 0
+        self._going, self._coming, self._whole = (memoryview(bytearray(room)) for _ in range(3))
 
-    def send(
-        self,
-        socket: Sender,
-        head: bytes,
-        tensors: memoryview | None = None,
-        *,
-        route: bytes | None = None,
-        stay: bool = False,
-    ) -> None:
-        """Send a head, and tensors if there are any; on a ROUTER socket ``route`` is the peer's.
+    # Sending -------------------------------------------------------------------------------------------------
 
-        Tensors that ``stay`` as they are until the peer has answered are sent from where they lie, if they are not
-        sealed. Both they and the ``into`` of ``receive`` are memory of format "B".
+    def message(self, head: bytes, place: int, chunk: list[memoryview] | None) -> tuple[bytes, list[memoryview] | None]:
+        """Make the frames of a message, of a head and a chunk of tensors or none; the second lies in several parts.
+
+        ``place`` is the total length of the tensors in their first message, and where the chunk belongs in the others.
+        A sealed chunk lies in a buffer that the next one takes.
         """
         if len(head) > MAX_HEAD:
             raise WireError(f"wanted a head of at most {MAX_HEAD} bytes, found {len(head)}")
-        if tensors is None:
-            self._send(socket, route, head, _NO_TENSORS, None)
-            return
-        self._send(socket, route, head, len(tensors), tensors[:CHUNK], stay)
-        for start in range(CHUNK, len(tensors), CHUNK):
-            self._send(socket, route, b"", start, tensors[start : start + CHUNK], stay)
-
-    def _send(
-        self,
-        socket: Sender,
-        route: bytes | None,
-        head: bytes,
-        place: int,
-        chunk: memoryview | None,
-        stay: bool = False,
-    ) -> None:
         number = self._sent
         self._sent = number + 1  # also if sending fails: a nonce is used once
-        preamble = _PREAMBLE.pack(number, place)
+        preamble = _PREAMBLE.pack(number, _NO_TENSORS if chunk is None else place)
         if self._seal_heads:
             head = self._sealer.encrypt(_NONCE.pack(number, 0), head, preamble)
-        routed = [] if route is None else [route]
-        if chunk is None:
-            socket.send_multipart([*routed, preamble + head])
-        elif self._seal_tensors:
-            # ZeroMQ copies the one buffer: a fresh one per chunk, sent where it lies, costs more in page faults.
-            socket.send_multipart([*routed, preamble + head, self._sealed_chunk(number, chunk, preamble)])
-        else:
-            socket.send_multipart([*routed, preamble + head, chunk], copy=not stay)
+        if not self._seal_tensors or chunk is None:
+            return preamble + head, chunk
+        size = sum(map(len, chunk))
+        sealed = self._going[: size + _TAG]
+        self._sealer.encrypt_into(_NONCE.pack(number, 1), self._in_one(chunk, size), preamble, sealed)
+        return preamble + head, [sealed]
 
-    def _sealed_chunk(self, number: int, chunk: memoryview, preamble: bytes) -> memoryview:
-        size = len(chunk) + _TAG
-        if len(self._buffer) < size:
-            self._buffer = memoryview(bytearray(size))
-        sealed = self._buffer[:size]
-        self._sealer.encrypt_into(_NONCE.pack(number, 1), chunk, preamble, sealed)
-        return sealed
+    def _in_one(self, chunk: list[memoryview], size: int) -> memoryview:
+        if len(chunk) == 1:
+            return chunk[0]
+        start = 0
+        for part in chunk:
+            self._whole[start : start + len(part)] = part
+            start += len(part)
+        return self._whole[:size]
 
-    def receive(self, parts: Sequence[zmq.Frame | bytes], into: memoryview | None = None) -> tuple[bytes, bool] | None:
-        """Take a message's frames, without the route, and give its head and whether tensors came with it.
+    # Receiving -----------------------------------------------------------------------------------------------
 
-        None: they have not all come yet. ``into`` is where they go, the same for all their messages; it must be of the
-        length that the peer announces. A message that is refused (``WireError``) leaves the channel as it was, though
-        not always the bytes of ``into``.
+    @property
+    def next_first(self) -> int | None:
+        """The length of the next message's first frame, if more of some tensors are to come."""
+        return None if self._partial is None else _PREAMBLE.size + (_TAG if self._seal_heads else 0)
+
+    def begin(self, frame: memoryview, second: int | None, into: Pieces | None) -> list[memoryview]:
+        """Take a message's first frame, and give where its second one belongs, whose length is ``second``.
+
+        ``into`` is where tensors go that begin with this message; it must be of the length that the peer announces. A
+        message that is refused here or by ``end`` (``WireError``) leaves the channel as it was, though not always the
+        bytes of ``into``.
         """
-        if not 1 <= len(parts) <= 2:
-            raise WireError(f"wanted a message of 1 or 2 frames, found {len(parts)}")
-        frames = [part.buffer if isinstance(part, zmq.Frame) else memoryview(part) for part in parts]
-        head, place = self._open_head(frames[0])
-        if self._partial is None and place == _NO_TENSORS and len(frames) == 1:
+        number, place, head = self._open_head(frame)
+        preamble = bytes(frame[: _PREAMBLE.size])
+        if self._partial is None and place == _NO_TENSORS and second is None:
+            self._open = _Open(number, preamble, head, None, None)
+            return []
+        if place == _NO_TENSORS or second is None:
+            raise WireError(f"wanted tensors with a head that announces them, found {1 + (second is not None)} frames")
+        partial = self._partial
+        if partial is None:
+            if into is None or into.nbytes != place:
+                wanted = "no tensors" if into is None else f"{into.nbytes} bytes of tensors"
+                raise WireError(f"wanted {wanted}, found {place} announced")
+            partial = _Partial(head, into, come=0)
+        elif head or place != partial.come:
+            raise WireError(f"wanted bytes {partial.come} on of tensors under way, found those from {place} on")
+        size = min(CHUNK, partial.into.nbytes - partial.come)
+        length = size + (_TAG if self._seal_tensors else 0)
+        if second != length:
+            raise WireError(f"wanted a frame of {length} bytes of tensors, found {second}")
+        sealed = self._coming[:length] if self._seal_tensors else None
+        self._open = _Open(number, preamble, head, partial, sealed)
+        return partial.into.between(partial.come, partial.come + size) if sealed is None else [sealed]
+
+    def end(self) -> Received | None:
+        """The message that has begun has come as a whole: give it, or None if more of its tensors are to come."""
+        message, self._open = self._open, None
+        assert message is not None, "no message has begun"
+        if message.partial is None:
             self._received += 1
-            return head, False
-        if place == _NO_TENSORS or len(frames) == 1:
-            raise WireError(f"wanted tensors with a head that announces them, found {len(frames)} frames")
-        if self._partial is None:
-            partial = _Partial(head, total=place, come=0)
-        elif head or place != self._partial.come:
-            raise WireError(f"wanted bytes {self._partial.come} on of tensors under way, found those from {place} on")
-        else:
-            partial = self._partial
-        return self._take_chunk(partial, frames, into)
-
-    def _take_chunk(
-        self, partial: _Partial, frames: list[memoryview], into: memoryview | None
-    ) -> tuple[bytes, bool] | None:
-        if into is None or into.nbytes != partial.total:
-            wanted = "no tensors" if into is None else f"{into.nbytes} bytes of tensors"
-            raise WireError(f"wanted {wanted}, found {partial.total} announced")
-        end = min(partial.come + CHUNK, partial.total)
-        self._open_chunk(frames, into[partial.come : end])
+            return Received(message.head, None)
+        head, into, come = message.partial
+        end = min(come + CHUNK, into.nbytes)
+        if message.sealed is not None:
+            self._open_chunk(message, message.sealed, into.between(come, end))
         self._received += 1
-        self._partial = None if end == partial.total else partial._replace(come=end)
-        return (partial.head, True) if self._partial is None else None
+        self._partial = None if end == into.nbytes else _Partial(head, into, end)
+        return Received(head, into) if self._partial is None else None
 
-    def _open_head(self, frame: memoryview) -> tuple[bytes, int]:
+    def _open_head(self, frame: memoryview) -> tuple[int, int, bytes]:
         least = _PREAMBLE.size + (_TAG if self._seal_heads else 0)
         if not least <= len(frame) <= least + MAX_HEAD:
             raise WireError(f"wanted a frame of {least} to {least + MAX_HEAD} bytes, found {len(frame)}")
@@ -158,21 +163,20 @@ class Channel:
             raise WireError(f"wanted message {self._received}, found {number}: replayed, lost or out of order")
         body = frame[_PREAMBLE.size :]
         if not self._seal_heads:
-            return bytes(body), place
+            return number, place, bytes(body)
         try:
-            return self._opener.decrypt(_NONCE.pack(number, 0), body, frame[: _PREAMBLE.size]), place
+            return number, place, self._opener.decrypt(_NONCE.pack(number, 0), body, frame[: _PREAMBLE.size])
         except InvalidTag:
             raise WireError(f"message {number} was not sealed by the peer, or has been changed since") from None
 
-    def _open_chunk(self, frames: list[memoryview], into: memoryview) -> None:
-        first, chunk = frames
-        wanted = len(into) + (_TAG if self._seal_tensors else 0)
-        if len(chunk) != wanted:
-            raise WireError(f"wanted a frame of {wanted} bytes of tensors, found {len(chunk)}")
-        if not self._seal_tensors:
-            into[:] = chunk
-            return
+    def _open_chunk(self, message: _Open, sealed: memoryview, places: list[memoryview]) -> None:
+        size = len(sealed) - _TAG
+        opened = places[0] if len(places) == 1 else self._whole[:size]
         try:
-            self._opener.decrypt_into(_NONCE.pack(self._received, 1), chunk, first[: _PREAMBLE.size], into)
+            self._opener.decrypt_into(_NONCE.pack(message.number, 1), sealed, message.preamble, opened)
         except InvalidTag:
-            raise WireError(f"the tensors of message {self._received} have been changed on their way") from None
+            raise WireError(f"the tensors of message {message.number} have been changed on their way") from None
+        start = 0
+        for place in places if len(places) > 1 else []:
+            place[:] = opened[start : start + len(place)]
+            start += len(place)

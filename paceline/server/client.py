@@ -5,38 +5,46 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import socket as sockets
 import time
-from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from paceline.errors import CommError, WireError
+from paceline.errors import CommError
 from paceline.server import messages as wire
-from paceline.server.channel import Channel, Sealing
+from paceline.server.channel import Sealing
 from paceline.server.gathering import fill_push, read_parameters
 from paceline.server.handshake import Opening
 from paceline.server.interrupt import StepCancelled
 from paceline.server.layout import ModelLayouts, memory_of
-from paceline.server.lines import Line, bytes_of, connect
+from paceline.server.lines import Line
 from paceline.server.memory import SharedMemory
+from paceline.server.pieces import Pieces
+from paceline.server.sockets import connect
 from paceline.server.wire import decode, encode
 
 logger = logging.getLogger("paceline")
 
 _TIME_TO_ANSWER = 60.0  # seconds for a server to come up and answer the first message
-_TIME_TO_RETURN = 10.0  # for a server whose connection is lost
+_TIME_TO_RETURN = 30.0  # for a server whose connection is lost: another process may take its place
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2  # between two attempts to connect
+_TIME_TO_CONNECT = 2.0  # of one attempt
+_VANISHED_AFTER = 4.0  # seconds without any answer of the server's host
+_TIME_FOR_LAST_WORDS = 0.5
 _TICK = 0.5  # seconds between two looks at whether the connection still stands
 
 M = TypeVar("M", bound=wire.Message)
 
 
 class _JoinedAgain(Exception):
-    """The server had taken this worker for dead; it is a new incarnation now, with nothing under way."""
+    """The connection was lost and made anew; this worker is a new incarnation now, with nothing under way."""
+
+
+class _Lost(Exception):
+    """The connection is lost."""
 
 
 class Client:
@@ -62,54 +70,65 @@ class Client:
         self._memory_file = memory
         self._line: Line | None = None
         self._later: wire.Go | wire.Finished | None = None  # has come while a step was under way
+        self._data: wire.Data | None = None  # for a server that has not heard of it
         self._step, self._doomed = -1, False
         self._asks = 0  # how often steps were asked for
         self._must_ask = False  # has joined again, and been told of no step since
         self._closed = False
         self.rank, self.incarnation = rank, incarnation
+        self.version = 0  # of the parameters that the model has
         try:
-            with contextlib.suppress(_JoinedAgain):  # the connection was lost before the welcome, and made anew
-                self._connect()
+            self._meet(
+                _TIME_TO_ANSWER,
+                f"no answer from a server at {self._address} within {_TIME_TO_ANSWER:.0f} s; is it running, is the "
+                "token the one that it was started with, and do both say --trusted-network or neither?",
+            )
         except BaseException:
             self.close()
             raise
 
     # Coming and going ----------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        """Meet the server, for the first time or after it has taken us for gone."""
-        deadline, answer = time.monotonic() + _TIME_TO_ANSWER, None
-        while answer is None:
-            if self._line is not None:
-                self._line.close()
-            self._line = connect(self._address)
-            opening = Opening(self._token, self._sealing)
-            self._line.send_multipart([opening.hello()])
-            answer = self._first_answer(deadline)
-        self._channel: Channel = opening.finish(bytes_of(answer[0]))
-        self._into: memoryview | None = None
+    def _meet(self, seconds: float, complaint: str) -> None:
+        """Become a member of the server's, trying for so long to reach it."""
+        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        while True:
+            try:
+                self._join()
+                return
+            except _Lost:
+                if time.monotonic() > deadline:
+                    raise CommError(complaint) from None
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+    def _join(self) -> None:
+        """Connect, prove the token and say hello; ``_Lost`` if that comes to nothing."""
+        if self._line is not None:
+            self._line.close()
+        try:
+            self._line = line = Line(connect(self._address, _TIME_TO_CONNECT))
+        except OSError:
+            raise _Lost from None
+        opening = Opening(self._token, self._sealing)
+        line.send(opening.hello())
+        deadline = time.monotonic() + _TIME_TO_ANSWER
+        while (answer := line.receive()) is None:
+            if time.monotonic() > deadline:
+                raise _Lost
+            self._watch_connection(line)
+        line.channel = opening.finish(answer.head)
+        self._into: Pieces | None = None
         local = self._memory_file is not None
         model = tuple(wire.Described(*entry) for entry in ModelLayouts.describe(self._model))
         self._send(wire.Hello(self.rank, self.incarnation, os.getpid(), sockets.gethostname(), local, model))
-        welcome = self._wait_for(wire.Welcome)
+        welcome = self._hear(wire.Welcome)
+        if welcome.version < self.version:
+            logger.warning("the server is back at version %d; this worker had %d", welcome.version, self.version)
         self.rank, self.incarnation, self.welcome = welcome.rank, welcome.incarnation, welcome
-        self.version = welcome.version  # of the parameters that the model has, once it has read any
         self._make_room(welcome)
-
-    def _first_answer(self, deadline: float) -> Sequence[Any] | None:
-        """What the server answers to a handshake; None if the connection was lost meanwhile, and is another now."""
-        assert self._line is not None
-        while (answer := self._line.receive()) is None:
-            lost = self._line.lost_for()
-            if lost < 0:
-                return None
-            if time.monotonic() > deadline or lost == math.inf:
-                raise CommError(
-                    f"no answer from a server at {self._address} within {_TIME_TO_ANSWER:.0f} s; is it running, is the "
-                    "token the one that it was started with, and do both say --trusted-network or neither?"
-                )
-            self._line.wait(_TICK)
-        return answer
+        if self._data is not None:
+            self._send(self._data)
 
     def _make_room(self, welcome: wire.Welcome) -> None:
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
@@ -118,28 +137,28 @@ class Client:
             self._gradients, self._parameters = self._memory.slot(self.rank), self._memory.down
         else:
             self._gradients, self._parameters = (torch.zeros(size, dtype=torch.uint8) for size in (up, down))
-            self._into = memory_of(self._parameters)
+            self._into = Pieces(memory_of(self._parameters))
         self._gradient_views = self._layouts.up.views(self._gradients)
         self._parameter_views = self._layouts.down.views(self._parameters)
 
     def leave(self, *, failed: bool) -> None:
         """Tell the server that this worker has ended, and close."""
         if not self._closed:
-            with contextlib.suppress(CommError):
-                self._send(wire.Leave(failed))
-        self.close()
+            self._send(wire.Leave(failed))
+            self.close(_TIME_FOR_LAST_WORDS)
 
-    def close(self) -> None:
+    def close(self, linger: float = 0.0) -> None:
         if not self._closed:
             self._closed = True
             if self._line is not None:
-                self._line.close()
+                self._line.close(linger)
 
     # Steps ---------------------------------------------------------------------------------------------------
 
     def describe(self, num_samples: int, batch_size: int, last: Any, shuffle: bool, checksum: int) -> None:
         """Tell the server what its batch numbers are numbers of."""
-        self._send(wire.Data(num_samples, batch_size, last, shuffle, checksum))
+        self._data = wire.Data(num_samples, batch_size, last, shuffle, checksum)
+        self._send(self._data)
 
     def ask(self, epochs: int) -> None:
         """Ask for a step: with a batch of an epoch below ``epochs``, or on data of one's own if that is negative.
@@ -183,13 +202,16 @@ class Client:
             self.version = self._memory.version
 
     def cancelled(self) -> bool:
-        """Whether the step under way has been overtaken: by a later one, or by the end of the data."""
+        """Whether the step under way has been overtaken: by a later one, by the end of the data, or by silence.
+
+        If the connection is lost, the server gives the batch to another; the next step is where we wait for it.
+        """
         try:
-            while self._later is None and (message := self._receive()) is not None:
+            while self._later is None and not self._must_ask and (message := self._receive()) is not None:
                 if isinstance(message, wire.Go | wire.Finished):
                     self._later = message
-        except _JoinedAgain:
-            pass
+        except _Lost:
+            self._must_ask = True
         return self._doomed or self._later is not None or self._must_ask
 
     def pause(self, seconds: float) -> None:
@@ -211,7 +233,7 @@ class Client:
         used = fill_push(self._layouts, self._gradient_views)
         no_loss = float("nan")
         message = wire.Push(self._step, self.version, examples, no_loss if loss is None else loss, seconds, used)
-        self._send(message, None if self._memory_file is not None else memory_of(self._gradients))
+        self._send(message, None if self._memory_file is not None else Pieces(memory_of(self._gradients)))
 
     def skip(self) -> None:
         """Give the step up and count its batch as used; another step comes."""
@@ -252,9 +274,10 @@ class Client:
 
     # Messages ------------------------------------------------------------------------------------------------
 
-    def _send(self, message: wire.Message, tensors: memoryview | None = None) -> None:
+    def _send(self, message: wire.Message, tensors: Pieces | None = None) -> None:
+        """Send a message; that it is lost is seen when an answer is waited for."""
         assert self._line is not None, "the client is closed"
-        self._channel.send(self._line, encode(message), tensors, stay=True)
+        self._line.send_all(encode(message), tensors, vanished_after=_VANISHED_AFTER)
 
     def _request(self, message: wire.Message, answer: type[M]) -> M:
         while True:
@@ -263,59 +286,53 @@ class Client:
                 return self._wait_for(answer)
 
     def _wait_for(self, *kinds: type[M]) -> M:
-        """Wait for a message of these kinds; steps that come meanwhile are kept."""
-        while True:
-            message = self._receive(wait=True)
-            if isinstance(message, kinds):
-                return cast(M, message)
-            if isinstance(message, wire.Go | wire.Finished):
-                self._later = message
+        """Wait for a message of these kinds; steps that come meanwhile are kept. ``_JoinedAgain``: it will not come."""
+        try:
+            return self._hear(*kinds)
+        except _Lost:
+            self.incarnation += 1
+            self._later, self._step, self._must_ask = None, -1, True
+            self._meet(
+                _TIME_TO_RETURN,
+                f"worker {self.rank}: the server at {self._address} is gone; look at its own output for the reason",
+            )
+        raise _JoinedAgain
 
-    def _receive(self, *, wait: bool = False) -> wire.Message | None:
-        """The next message, or None if there is none yet (or only a part of one)."""
+    def _hear(self, *kinds: type[M]) -> M:
         assert self._line is not None
         while True:
-            parts = self._line.receive()
-            if parts is None:
-                if not wait:
-                    return None
+            message = self._receive()
+            if message is None:
                 self._watch_connection(self._line)
-                continue
-            try:
-                received = self._channel.receive(parts, self._into)
-            except WireError:
-                if self._line.lost_for() >= 0:
-                    raise
-                self._join_again()  # what we sent on the new connection was refused: it is to begin with a handshake
-            message = decode(received[0]) if received is not None else None
+            elif isinstance(message, kinds):
+                return cast(M, message)
+            elif isinstance(message, wire.Go | wire.Finished):
+                self._later = message
+
+    def _receive(self) -> wire.Message | None:
+        """The next message, or None if it has not all come; ``_Lost`` if it will not."""
+        assert self._line is not None
+        while (received := self._line.receive(self._into)) is not None:
+            message = decode(received.head)
             match message:
-                case None | wire.Alive():
+                case wire.Alive():
                     continue
                 case wire.Warned():
                     logger.warning("%s", message.reason)
                 case wire.Refused():
                     raise CommError(f"the server refused worker {self.rank}: {message.reason}")
                 case wire.Unknown():
-                    self._join_again()
+                    raise _Lost  # it has taken us for dead
                 case wire.Go() | wire.Finished() if message.ask != self._asks:
                     continue  # it was on its way when we asked anew
                 case _:
                     return message
-
-    def _join_again(self) -> NoReturn:
-        """The server has taken us for dead: come back as a new incarnation."""
-        self.incarnation += 1
-        self._later, self._step, self._must_ask = None, -1, True
-        self._connect()
-        raise _JoinedAgain
+        if self._line.ended:
+            raise _Lost
+        return None
 
     def _watch_connection(self, line: Line) -> None:
-        """Wait for something to happen; raise if the server has been away for too long."""
+        """Wait for something to happen; ``_Lost`` if the server or its host is gone."""
         line.wait(_TICK)
-        lost = line.lost_for()
-        if lost < 0:
-            self._join_again()
-        if lost > _TIME_TO_RETURN:
-            raise CommError(
-                f"worker {self.rank}: the server at {self._address} is gone; look at its own output for the reason"
-            )
+        if line.ended or line.silence.seconds(time.monotonic()) > _VANISHED_AFTER:
+            raise _Lost

@@ -110,10 +110,16 @@ def fill_push(layouts: ModelLayouts, views: list[Tensor]) -> bytes:
     return used.to_bytes(-(-len(layouts.trained) // 8), "little")
 
 
-def adopt(layouts: ModelLayouts, memory: Tensor) -> None:
-    """Let the server's parameters and buffers lie in ``memory``; those on another device are copied by ``publish``."""
+def adopt(layouts: ModelLayouts, memory: Tensor, *, found: bool = False) -> None:
+    """Let the server's parameters and buffers lie in ``memory``, whose values they take if they were ``found`` there.
+
+    Those on another device are copied by ``publish``.
+    """
     for tensor, view in zip([*layouts.parameters, *layouts.buffers], layouts.down.views(memory), strict=True):
-        view.copy_(tensor.detach())
+        if found:
+            tensor.data.copy_(view)
+        else:
+            view.copy_(tensor.detach())
         if tensor.device.type == "cpu":
             tensor.data = view
 

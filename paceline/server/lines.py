@@ -1,221 +1,336 @@
-"""A worker's line to the server: a Unix socket on the server's host, ZeroMQ over TCP from others.
+"""A line between a worker and the server: messages over a stream socket, of one host or between two.
 
-Both take and give messages of one or two frames, as ``paceline.server.channel`` makes them. On one host every message
-through ZeroMQ wakes four threads, where a socket wakes one: a round trip takes a third of the time.
+Each message is the lengths of its two frames, of which the second may be none, and the frames, which
+``paceline.server.channel`` makes and opens. What has come in part is kept until the rest comes, and what the socket
+does not take waits. Tensors are sent from where they lie and received where they belong.
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
 import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Iterator
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
+from paceline.errors import WireError
+from paceline.server.channel import CHUNK, MAX_FRAME, Channel, Received
+from paceline.server.pieces import Pieces
+from paceline.server.sockets import Silence, is_tcp, prepare
 
-from paceline.errors import CommError, UsageError, WireError
-from paceline.server.channel import MAX_FRAME
-
-_LENGTHS = struct.Struct("<II")  # of two frames; the second may be none
-_NO_FRAME = 2**32 - 1
-_READ = 1 << 16
-SOCKET_BUFFER = 4 << 20  # bytes in the kernel: tensors then go in large pieces
-_TIME_TO_TAKE = 10.0  # seconds that the other end may leave its buffer full
-
-Frame = bytes | memoryview
-
-
-class Line(Protocol):
-    """What a client asks of its line."""
-
-    def send_multipart(self, parts: Sequence[Any], *, copy: bool = True) -> object:
-        """Send the frames of a message."""
-        ...
-
-    def receive(self) -> Sequence[Any] | None:
-        """The frames of the next message, or None if none has come."""
-        ...
-
-    def wait(self, seconds: float) -> None:
-        """Wait until something may have come, at most so long."""
-        ...
-
-    def lost_for(self) -> float:
-        """For how many seconds the other end has been away; negative if it was, and is back but knows us no more."""
-        ...
-
-    def close(self) -> None: ...
+MAX_FIRST = 512  # bytes of a message before the token is proved
+LENGTHS = struct.Struct("<II")
+NO_FRAME = 2**32 - 1
+TIME_TO_TAKE = 60.0  # seconds that the other end may take nothing of what waits for it
+MOST_WAITING = 2**24  # bytes of messages without tensors that may wait
+_READ = 2**16
+_MOST_PARTS = 512  # of memory in one call
+_NOWHERE = memoryview(bytearray(_READ))  # what is refused goes there
 
 
-def connect(address: str) -> Line:
-    """Connect to a server; one that is not there yet is waited for."""
-    if address.startswith("ipc://"):
-        return UnixLine.to(address)
-    return _ZmqLine(address)
+class Waiting:
+    """A message of which not all is sent."""
+
+    def __init__(self, head: bytes, tensors: Pieces | None, *, overtaken_by_next: bool) -> None:
+        self.head, self.tensors, self.overtaken_by_next = head, tensors, overtaken_by_next
+        self.next = 0  # byte of the tensors
+        self.begun = False
+
+    def keep(self) -> None:
+        """The tensors are about to change: copy those that are not sent."""
+        if self.tensors is not None:
+            self.tensors.keep(self.next)
+
+    def frames(self, channel: Channel | None) -> tuple[bytes, list[memoryview] | None, bool]:
+        """The next frames to send, and whether they are the last."""
+        if channel is None:
+            return self.head, None, True
+        if self.tensors is None:
+            return *channel.message(self.head, 0, None), True
+        start, total = self.next, self.tensors.nbytes
+        self.next = min(start + CHUNK, total)
+        chunk = self.tensors.between(start, self.next)
+        if self.begun:
+            frames = channel.message(b"", start, chunk)
+        else:
+            frames = channel.message(self.head, total, chunk)
+        self.begun = True
+        return *frames, self.next == total
 
 
-def abstract_name(address: str) -> str:
-    """The name in the abstract namespace, which leaves nothing in any file system, of ``ipc://@name``."""
-    return "\0" + address.removeprefix("ipc://@")
-
-
-def bytes_of(frame: Any) -> bytes:
-    """The bytes of a frame, whichever line it came by."""
-    return frame.bytes if isinstance(frame, zmq.Frame) else bytes(frame)
-
-
-class UnixLine:
-    """Messages over a connected Unix socket, each with the lengths of its frames in front."""
+class Line:
+    """One end of a connection. It has no ``channel`` until the handshake is done; its messages are one short frame."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
+        prepare(connection)
         self._socket = connection
-        self._come = bytearray()
+        self.remote = is_tcp(connection)
+        self.channel: Channel | None = None
+        self.ended = False
+        self.silence = Silence(connection)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
-        self.ended = False
-
-    @classmethod
-    def to(cls, address: str, seconds: float = 60.0) -> UnixLine:
-        """Connect, trying again for so long while nobody listens there."""
-        deadline = time.monotonic() + seconds
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        while True:
-            try:
-                connection.connect(abstract_name(address))
-                return cls(connection)
-            except (ConnectionRefusedError, BlockingIOError, FileNotFoundError):
-                if time.monotonic() > deadline:
-                    connection.close()
-                    raise CommError(f"no server at {address} within {seconds:.0f} s; look at its own output") from None
-                time.sleep(0.02)
+        # Of what comes: the bytes from start to stop are not understood yet.
+        self._buffer = memoryview(bytearray(_READ))
+        self._start = self._stop = 0
+        self._places: list[memoryview] | None = None  # for the second frame, while it comes
+        self._refused = False  # ... which nobody wants
+        self.drained = False  # the last look found less than it had room for
+        # Of what goes: what the socket is to take next, and messages behind it.
+        self._going: list[bytes | memoryview] = []
+        self._queue: deque[Waiting] = deque()
+        self._waiting_bytes = 0  # of heads, since nothing last waited
+        self._took_at = 0.0
+        self._deaf = False  # the other end takes nothing any more
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send_multipart(self, parts: Sequence[Any], *, copy: bool = True) -> None:
-        lengths = [len(part) for part in parts]
-        frames: list[Any] = [_LENGTHS.pack(lengths[0], lengths[1] if len(lengths) > 1 else _NO_FRAME), *parts]
-        left = _LENGTHS.size + sum(lengths)
-        try:
-            left -= self._socket.sendmsg(frames)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.ended = True
+    # Sending -------------------------------------------------------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is still to be sent."""
+        return bool(self._going or self._queue)
+
+    def send(self, head: bytes, tensors: Pieces | None = None, *, overtakes: bool = False) -> None:
+        """Send a message as far as the socket takes it; the rest waits for ``flush``.
+
+        A message that ``overtakes`` makes earlier such ones needless, of which nothing has been sent.
+        """
+        if self.ended or self._deaf:
             return
-        if left:
-            self._send_rest(b"".join(frames)[-left:])
+        if self._queue and overtakes:
+            self._queue = deque(message for message in self._queue if message.begun or not message.overtaken_by_next)
+        if not self.waits:
+            self._took_at = time.monotonic()
+        self._queue.append(Waiting(head, tensors, overtaken_by_next=overtakes))
+        self.flush()
+        self._waiting_bytes = self._waiting_bytes + len(head) if self._queue else 0
+        if self._waiting_bytes > MOST_WAITING:
+            self.give_up()
 
-    def _send_rest(self, rest: bytes) -> None:
-        """The other end has not read for a while: wait for it, but not for ever."""
-        self._socket.settimeout(_TIME_TO_TAKE)
-        try:
-            self._socket.sendall(rest)
-        except OSError:
-            self.ended = True
-        finally:
-            self._socket.setblocking(False)
-
-    def receive(self) -> list[bytes] | None:
-        while (message := self._parse()) is None:
+    def flush(self) -> None:
+        """Send as much of what waits as the socket takes."""
+        while self.waits and not self.ended:
+            if not self._going:
+                self._go_on()
             try:
-                more = self._socket.recv(_READ)
+                taken = self._socket.sendmsg(self._going[:_MOST_PARTS])
             except BlockingIOError:
-                return None
-            except OSError:
-                more = b""
-            if not more:
-                self.ended = True
-                return None
-            self._come += more
-        return message
+                if self.stuck_for() > TIME_TO_TAKE:
+                    self.give_up()
+                return
+            except OSError:  # what has come before can still be read
+                self._going, self._queue, self._deaf = [], deque(), True
+                return
+            self._took_at = time.monotonic()
+            self._going = _without(self._going, taken)
 
-    def _parse(self) -> list[bytes] | None:
-        if len(self._come) < _LENGTHS.size:
+    def _go_on(self) -> None:
+        first, second, last = self._queue[0].frames(self.channel)
+        if last:
+            self._queue.popleft()
+        length = NO_FRAME if second is None else sum(map(len, second))
+        self._going = [LENGTHS.pack(len(first), length) + first, *(second or ())]
+
+    def stuck_for(self) -> float:
+        """For how many seconds the other end has taken nothing of what waits."""
+        return time.monotonic() - self._took_at if self.waits else 0.0
+
+    def keep_what_waits(self) -> None:
+        """Tensors are about to change where they lie: keep copies of what is not sent."""
+        if self.waits:
+            self._going = [bytes(part) for part in self._going]
+            for message in self._queue:
+                message.keep()
+
+    def send_all(self, head: bytes, tensors: Pieces | None = None, *, vanished_after: float) -> None:
+        """Send a message, waiting until the socket has taken all of it or the line has ended."""
+        self.send(head, tensors)
+        while self.waits and not self.ended:
+            self._poll.modify(self._socket, select.POLLOUT)
+            self._poll.poll(500)
+            if self.silence.seconds(time.monotonic()) > vanished_after:
+                self.give_up()
+            self.flush()
+        if not self.ended:
+            self._poll.modify(self._socket, select.POLLIN)
+
+    # Receiving -----------------------------------------------------------------------------------------------
+
+    @property
+    def has_more(self) -> bool:
+        """Whether more has been read than the messages that were given."""
+        return self._start < self._stop
+
+    def receive(self, into: Pieces | None = None) -> Received | None:
+        """The next message, or None if it has not all come; ``into`` is where tensors go that begin now.
+
+        ``WireError``: it is refused. If nothing behind it can be understood either, the line has ended.
+        """
+        while True:
+            if self._places is None:
+                if (message := self._begin(into)) is not None:
+                    return message
+            elif not self._places:
+                if (message := self._end()) is not None:
+                    return message
+                continue
+            if self._places and self._start < self._stop:
+                self._fill()
+            elif self._places != [] and not self._read():
+                return None
+
+    def _begin(self, into: Pieces | None) -> Received | None:
+        """Take a first frame if it is there; a message that has no second is whole."""
+        have = self._stop - self._start
+        if have < LENGTHS.size:
             return None
-        lengths = [length for length in _LENGTHS.unpack_from(self._come) if length != _NO_FRAME]
-        if max(lengths, default=MAX_FRAME + 1) > MAX_FRAME:
-            raise WireError(f"wanted frames of at most {MAX_FRAME} bytes, found {max(lengths, default=0)} announced")
-        if len(self._come) < _LENGTHS.size + sum(lengths):
+        first, second = LENGTHS.unpack_from(self._buffer, self._start)
+        longest = MAX_FRAME if self.channel is not None else MAX_FIRST
+        if first > longest or (second > longest and second != NO_FRAME):
+            self.give_up()
+            raise WireError(f"wanted frames of at most {longest} bytes, found {first} and {second} announced")
+        start = self._start + LENGTHS.size
+        if have < LENGTHS.size + first:
+            self._make_room(LENGTHS.size + first)
             return None
-        start, frames = _LENGTHS.size, []
-        for length in lengths:
-            frames.append(bytes(self._come[start : start + length]))
-            start += length
-        del self._come[:start]
-        return frames
+        frame = self._buffer[start : start + first]
+        self._start = start + first
+        if self.channel is None:
+            return self._first_message(frame, second)
+        try:
+            self._places = self.channel.begin(frame, None if second == NO_FRAME else second, into)
+        except WireError:
+            if second != NO_FRAME:
+                self._refused = True
+                self._places = [_NOWHERE] * (second // _READ) + [_NOWHERE[: second % _READ]] * (second % _READ > 0)
+            raise
+        return self._end() if second == NO_FRAME else None
+
+    def _first_message(self, frame: memoryview, second: int) -> Received:
+        if second != NO_FRAME:
+            self.give_up()
+            raise WireError("wanted a handshake of 1 frame, found 2")
+        return Received(bytes(frame), None)
+
+    def _end(self) -> Received | None:
+        assert self.channel is not None
+        self._places = None
+        if self._refused:
+            self._refused = False
+            return None
+        return self.channel.end()
+
+    def _fill(self) -> None:
+        """Put what has been read too far where it belongs."""
+        assert self._places
+        place = self._places[0]
+        size = min(len(place), self._stop - self._start)
+        place[:size] = self._buffer[self._start : self._start + size]
+        self._start += size
+        self._places = _without(self._places, size)
+
+    def _read(self) -> bool:
+        """Read what has come; False if nothing has."""
+        if self.ended:
+            return False
+        try:
+            if self._places:
+                count, room = self._read_places(self._places)
+            else:
+                count, room = self._read_more()
+        except BlockingIOError:
+            return False
+        except OSError:
+            count = room = 0
+        if count == 0:
+            self.give_up()
+            return False
+        self.drained = count < room
+        return True
+
+    def _read_places(self, places: list[memoryview]) -> tuple[int, int]:
+        if len(places) == 1:
+            count, room = self._socket.recv_into(places[0]), len(places[0])
+        else:
+            count, room = self._socket.recvmsg_into(places[:_MOST_PARTS])[0], sum(map(len, places))
+        self._places = _without(places, count)
+        return count, room
+
+    def _read_more(self) -> tuple[int, int]:
+        if self._start == self._stop:
+            self._start = self._stop = 0
+            if len(self._buffer) > _READ:
+                self._buffer = memoryview(bytearray(_READ))
+        elif self._stop == len(self._buffer):
+            self._make_room(self._stop - self._start + 1)
+        end = len(self._buffer)
+        if self.channel is not None and (first := self.channel.next_first) is not None:
+            end = min(end, self._start + LENGTHS.size + first)  # and not of the tensors, which have their place
+        count = self._socket.recv_into(self._buffer[self._stop : end])
+        self._stop += count
+        return count, end - self._stop + count
+
+    def _make_room(self, size: int) -> None:
+        """Have room for so many bytes from ``start`` on."""
+        if self._start + size <= len(self._buffer):
+            return
+        have = self._stop - self._start
+        old = self._buffer[self._start : self._stop]
+        buffer = self._buffer if size <= len(self._buffer) else memoryview(bytearray(size))
+        buffer[:have] = bytes(old)
+        self._buffer, self._start, self._stop = buffer, 0, have
 
     def wait(self, seconds: float) -> None:
+        """Wait until something may have come, at most so long."""
         if not self.ended:
-            self._poll.poll(seconds * 1000)
+            self._poll.poll(math.ceil(seconds * 1000))
 
-    def lost_for(self) -> float:
-        return float("inf") if self.ended else 0.0
+    # The end -------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def give_up(self) -> None:
+        """Nothing goes or comes any more."""
+        self.ended = True
+        self._going, self._queue = [], deque()
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close, after the other end has so many seconds to take what waits and close its own."""
+        if self._socket.fileno() < 0:
+            return
+        end = time.monotonic() + linger
+        for _ in self._until(end):
+            self.flush()
+        if linger and not self.ended:
+            self._say_goodbye(end)
+        self.give_up()
         self._socket.close()
 
+    def _until(self, end: float) -> Iterator[None]:
+        self._poll.modify(self._socket, select.POLLOUT)
+        while self.waits and not self.ended and (left := end - time.monotonic()) > 0:
+            self._poll.poll(math.ceil(left * 1000))
+            yield
 
-class _ZmqLine:
-    """Messages over a ZeroMQ socket, which reconnects by itself and says so."""
-
-    def __init__(self, address: str) -> None:
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, 500)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
-        self._socket.set(zmq.SNDBUF, SOCKET_BUFFER)
-        self._socket.set(zmq.RCVBUF, SOCKET_BUFFER)
-        self._socket.set(zmq.RECONNECT_IVL, 20)
-        self._socket.set(zmq.RECONNECT_IVL_MAX, 500)
-        self._socket.set(zmq.HEARTBEAT_IVL, 300)
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, 2000)
-        self._socket.set(zmq.IPV6, "[" in address)
-        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._events, zmq.POLLIN)
-        self._lost_at: float | None = None
-        self._back = False
+    def _say_goodbye(self, end: float) -> None:
+        """A socket closed with something unread would take back what the other end has not read."""
         try:
-            self._socket.connect(address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise UsageError(
-                f"cannot connect to {address!r}: {error}; wanted an address such as tcp://10.0.0.5:7777"
-            ) from error
+            self._socket.shutdown(socket.SHUT_WR)
+            self._poll.modify(self._socket, select.POLLIN)
+            while (left := end - time.monotonic()) > 0 and self._poll.poll(math.ceil(left * 1000)):
+                if not self._socket.recv_into(_NOWHERE):
+                    return
+        except OSError:
+            return
 
-    def send_multipart(self, parts: Sequence[Any], *, copy: bool = True) -> None:
-        self._socket.send_multipart(parts, copy=copy)
 
-    def receive(self) -> list[zmq.Frame] | None:
-        with contextlib.suppress(zmq.Again):
-            return self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-        return None
-
-    def wait(self, seconds: float) -> None:
-        self._poller.poll(round(seconds * 1000))
-
-    def lost_for(self) -> float:
-        while self._events.poll(0):
-            event = recv_monitor_message(self._events)["event"]
-            if event == zmq.EVENT_DISCONNECTED:
-                self._lost_at = time.monotonic()
-            elif self._lost_at is not None:
-                self._back = True
-        if self._back:
-            return -1.0
-        return 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
-
-    def close(self) -> None:
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._events.close()
-            self._socket.close()
-            self._context.term()
+def _without(parts: list, count: int) -> list:  # type: ignore[type-arg]
+    """Parts of memory without the first so many bytes of them."""
+    for place, part in enumerate(parts):
+        if count < len(part):
+            return [memoryview(part)[count:] if count else part, *parts[place + 1 :]]
+        count -= len(part)
+    return []

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import os
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
 
-import zmq
-
-from paceline.errors import CommError, WireError
-from paceline.server.channel import MAX_FRAME, Channel, Sealing
+from paceline.errors import WireError
+from paceline.server.channel import Sealing
 from paceline.server.handshake import HandshakeRefused, answer
-from paceline.server.lines import SOCKET_BUFFER, UnixLine, abstract_name, bytes_of
-from paceline.server.messages import Alive, Message, Push
+from paceline.server.lines import TIME_TO_TAKE, Line
+from paceline.server.messages import Alive, Go, Message, Push
+from paceline.server.pieces import Pieces
+from paceline.server.sockets import address_of, host_of, is_tcp, listen
 from paceline.server.wire import decode, encode
 
 logger = logging.getLogger("paceline")
 
-_PROBE_EVERY = 0.5  # seconds between two looks at connections to other hosts
-_MOST_NAMELESS = 256  # connections of this host that have not proved the token yet
-_HEARTBEAT = 300  # milliseconds between ZeroMQ's own signs of life, and ...
-_HEARTBEAT_TIMEOUT = 1000  # ... without one for so long a connection is closed
+_PROBE_EVERY = 0.25  # seconds between two looks at connections to other hosts
+_VANISHED_AFTER = 1.0  # seconds without any answer of a host's kernel; with the looks, missed in under 2
+_MOST_NAMELESS = 256  # connections that have not proved the token yet
+_TIME_TO_PROVE = 10.0  # seconds that each has for it
+_MOST_AT_ONCE = 64  # messages of one line before others are heard
+_LAST_WORDS = 1.0  # seconds for what waits when the server ends
 
 
 def sealing_to(address: str, *, trusted: bool) -> Sealing:
@@ -38,7 +39,7 @@ def sealing_to(address: str, *, trusted: bool) -> Sealing:
 
 
 def _sealing_for(host: str, trusted: bool) -> Sealing:
-    if host.startswith("127.") or host in ("::1", "localhost", "::ffff:127.0.0.1"):
+    if host.removeprefix("::ffff:").startswith("127.") or host in ("::1", "localhost"):
         return "none"
     return "heads" if trusted else "all"
 
@@ -46,45 +47,44 @@ def _sealing_for(host: str, trusted: bool) -> Sealing:
 class Peer:
     """One authenticated connection; ``tensors`` is where the tensors that it sends go."""
 
-    def __init__(self, socket: zmq.Socket[bytes] | UnixLine, route: bytes | None, channel: Channel) -> None:
-        self._socket = socket
-        self._route = route
-        self._channel = channel
-        self.remote = route is not None
-        self.tensors: memoryview | None = None
-        self.connected = True
+    def __init__(self, line: Line, listener: Listener) -> None:
+        self._line, self._listener = line, listener
+        self.remote = line.remote
+        self.tensors: Pieces | None = None
 
     def send(self, message: Message, tensors: memoryview | None = None) -> None:
-        """Send a message; that its receiver is gone shows in ``connected``."""
-        if not self.connected:
-            return
-        try:
-            self._channel.send(self._socket, encode(message), tensors, route=self._route)
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            self.connected = False
-        if isinstance(self._socket, UnixLine) and self._socket.ended:
-            self.connected = False
+        """Send a message, of which what the peer does not take now waits; that it is gone is heard later."""
+        overtakes = isinstance(message, Go) and message.fresh
+        self._line.send(encode(message), None if tensors is None else Pieces(tensors), overtakes=overtakes)
+        if self._line.waits:
+            self._listener.wait_to_send(self._line)
 
-    def receive(self, parts: Sequence[zmq.Frame | bytes]) -> Message | None:
-        """The message that these frames complete, or None if more of its tensors are to come."""
-        received = self._channel.receive(parts, self.tensors)
+    def receive(self) -> Message | None:
+        """The next message, or None if it has not all come."""
+        received = self._line.receive(self.tensors)
         if received is None:
             return None
-        head, has_tensors = received
-        message = decode(head)
-        if has_tensors != (self.tensors is not None and isinstance(message, Push)):
-            found = "found some" if has_tensors else "found none"
+        message = decode(received.head)
+        if (received.tensors is not None) != (self.tensors is not None and isinstance(message, Push)):
+            found = "found none" if received.tensors is None else "found some"
             raise WireError(f"wanted tensors with a push from a worker that shares no memory, {found} with {message}")
         return message
 
 
 class Ended(NamedTuple):
-    """A process that was watched has ended, or a connection to another host is lost."""
+    """A process that was watched has ended, or a connection is lost."""
 
 
 Heard: TypeAlias = Message | WireError | Ended
+
+
+class _Caller:
+    """A line, and who is at its other end once that is known."""
+
+    def __init__(self, line: Line, sealing: Sealing) -> None:
+        self.line, self.sealing = line, sealing
+        self.peer: Peer | None = None
+        self.since = time.monotonic()
 
 
 class Listener:
@@ -92,15 +92,14 @@ class Listener:
 
     def __init__(self, token: bytes, *, trusted: bool = False) -> None:
         self._token, self._trusted = token, trusted
-        self._context = zmq.Context()
-        self._poller = zmq.Poller()
-        self._sockets: dict[zmq.Socket[bytes], Sealing | None] = {}  # for other hosts; always sealed so?
-        self._peers: dict[tuple[zmq.Socket[bytes], bytes], Peer] = {}
-        self._doors: dict[int, socket.socket] = {}  # where processes of this host knock, by descriptor
-        self._lines: dict[int, tuple[UnixLine, Peer | None]] = {}  # to them; without a peer before the token is proved
+        self._selector = selectors.DefaultSelector()
+        self._doors: dict[int, tuple[socket.socket, Sealing | None]] = {}  # by descriptor; all who come are sealed so?
+        self._callers: dict[int, _Caller] = {}
         self._processes: dict[int, Peer] = {}  # descriptors of processes
+        self._sending: dict[int, Line] = {}  # of which something waits
+        self._unheard: set[int] = set()  # lines of which more has come than was heard
         self._next_probe = 0.0
-        self.strangers = 0  # frames of those who do not know the token
+        self.strangers = 0  # first messages of those who do not know the token
 
     def bind(self, address: str, *, sealing: Sealing | None = None) -> str:
         """Listen at an address, and give it with the port that was found if it had none.
@@ -108,36 +107,10 @@ class Listener:
         ``ipc://@name`` is for processes of this host and user, ``tcp://...`` for all; there each peer gets the sealing
         of the address it comes from, unless one is given for all.
         """
-        if address.startswith("ipc://"):
-            door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            door.bind(abstract_name(address))
-            door.listen(1024)
-            door.setblocking(False)
-            self._doors[door.fileno()] = door
-            self._poller.register(door.fileno(), zmq.POLLIN)
-            return address
-        listening = self._zmq_socket("[" in address)
-        try:
-            listening.bind(address)
-        except zmq.ZMQError as error:
-            listening.close()
-            raise CommError(f"the server cannot listen at {address}: {error}; choose another address") from error
-        self._sockets[listening] = sealing
-        self._poller.register(listening, zmq.POLLIN)
-        return cast(bytes, listening.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
-
-    def _zmq_socket(self, version_6: bool) -> zmq.Socket[bytes]:
-        made: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        made.set(zmq.LINGER, 1000)
-        made.set(zmq.ROUTER_MANDATORY, 1)
-        made.set(zmq.SNDHWM, 0)  # a peer has at most one unanswered message with tensors
-        made.set(zmq.MAXMSGSIZE, MAX_FRAME)
-        made.set(zmq.SNDBUF, SOCKET_BUFFER)
-        made.set(zmq.RCVBUF, SOCKET_BUFFER)
-        made.set(zmq.HEARTBEAT_IVL, _HEARTBEAT)
-        made.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT)
-        made.set(zmq.IPV6, version_6)
-        return made
+        door = listen(address)
+        self._doors[door.fileno()] = door, sealing
+        self._selector.register(door, selectors.EVENT_READ)
+        return address_of(door) if is_tcp(door) else address
 
     def watch(self, peer: Peer, process: int) -> bool:
         """Tell when this process of ours ends; False if it has ended already."""
@@ -149,28 +122,34 @@ class Listener:
             raise WireError(f"wanted the process of a worker, found number {process}: {error}") from error
         self._unwatch_all(peer)
         self._processes[descriptor] = peer
-        self._poller.register(descriptor, zmq.POLLIN)
+        self._selector.register(descriptor, selectors.EVENT_READ)
         return True
 
     def forget(self, peer: Peer) -> None:
         """Hear no more of a peer."""
-        self._peers = {key: known for key, known in self._peers.items() if known is not peer}
-        for number in [number for number, (_, known) in self._lines.items() if known is peer]:
+        for number in [number for number, caller in self._callers.items() if caller.peer is peer]:
             self._hang_up(number)
         self._unwatch_all(peer)
 
     def hear(self, seconds: float) -> Iterator[tuple[Peer, Heard]]:
         """Wait for something to happen, and give all that has happened."""
-        for source, _ in self._poller.poll(round(seconds * 1000)):
-            if isinstance(source, zmq.Socket):
-                yield from self._receive(source)
-            elif source in self._lines:
-                yield from self._read_line(source)
-            elif source in self._doors:
-                self._open_door(self._doors[source])
-            elif source in self._processes:
-                peer = self._processes[source]
-                self._unwatch(source)
+        wait = 0.0 if self._unheard else min(seconds, max(0.0, self._next_probe - time.monotonic()))
+        ready = self._selector.select(wait)
+        unheard, self._unheard = self._unheard, set()
+        for number in unheard:
+            yield from self._read_line(number)
+        for key, events in ready:
+            number = key.fd
+            if number in self._callers:
+                if number in self._sending and events & selectors.EVENT_WRITE:
+                    self._send_on(number)
+                if events & selectors.EVENT_READ:
+                    yield from self._read_line(number)
+            elif number in self._doors:
+                self._open_door(*self._doors[number])
+            elif number in self._processes:
+                peer = self._processes[number]
+                self._unwatch(number)
                 yield peer, Ended()
         yield from self._probe()
 
@@ -178,136 +157,143 @@ class Listener:
         """Send what is still to be sent, and be gone."""
         for descriptor in list(self._processes):
             self._unwatch(descriptor)
-        for descriptor in list(self._lines):
-            self._hang_up(descriptor)
-        for door in self._doors.values():
+        end = time.monotonic() + _LAST_WORDS
+        for number, caller in list(self._callers.items()):
+            left = max(0.0, end - time.monotonic())
+            self._hang_up(number, left if caller.line.waits else 0.0)
+        for door, _ in self._doors.values():
             door.close()
-        for listening in self._sockets:
-            listening.close()
-        self._context.term()
+        self._doors = {}
+        self._selector.close()
 
-    # This host ---------------------------------------------------------------------------------------------------
+    # What is sent ------------------------------------------------------------------------------------------------
 
-    def _open_door(self, door: socket.socket) -> None:
+    def wait_to_send(self, line: Line) -> None:
+        """Send the rest of what waits on a line when its socket takes it."""
+        number = line.fileno()
+        if number in self._callers and number not in self._sending:
+            self._sending[number] = line
+            self._selector.modify(number, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def keep_what_waits(self) -> None:
+        """Parameters that were given to be sent are about to change: what of them waits is copied."""
+        for line in self._sending.values():
+            line.keep_what_waits()
+
+    def _send_on(self, number: int) -> None:
+        line = self._sending[number]
+        line.flush()
+        if not line.waits:
+            del self._sending[number]
+            self._selector.modify(number, selectors.EVENT_READ)
+
+    # What is heard -----------------------------------------------------------------------------------------------
+
+    def _read_line(self, number: int) -> Iterator[tuple[Peer, Heard]]:
+        caller = self._callers.get(number)
+        if caller is None:
+            return
+        peer = caller.peer or self._meet(number, caller)
+        if peer is None:
+            return
+        for _ in range(_MOST_AT_ONCE):
+            if self._callers.get(number) is not caller:  # what we gave has led to its end
+                return
+            try:
+                message = peer.receive()
+            except WireError as error:
+                if not caller.line.ended:
+                    yield peer, error
+                    continue
+                message = None
+            if message is None:
+                break
+            yield peer, message
+            if caller.line.drained and not caller.line.has_more:
+                return
+        else:
+            self._unheard.add(number)  # of no consequence if it is gone
+        if caller.line.ended and number in self._callers:
+            self._hang_up(number)
+            yield peer, Ended()
+
+    def _meet(self, number: int, caller: _Caller) -> Peer | None:
+        """Take the first message of one who has no name yet, and answer it; None if it has still none."""
+        line = caller.line
+        try:
+            received = line.receive()
+            if received is None:
+                if line.ended:
+                    self._hang_up(number)
+                return None
+            channel, reply = answer(received.head, self._token, caller.sealing)
+        except WireError as error:
+            self._refuse_stranger(error)
+            if isinstance(error, HandshakeRefused):
+                line.send(error.reply)
+            self._hang_up(number)
+            return None
+        line.send(reply)
+        line.channel = channel
+        caller.peer = Peer(line, self)
+        return caller.peer
+
+    def _open_door(self, door: socket.socket, sealing: Sealing | None) -> None:
         try:
             connection, _ = door.accept()
         except OSError:  # gone again, or too many files open
             return
-        if _user_of(connection) != os.getuid():
+        if not is_tcp(connection) and _user_of(connection) != os.getuid():
             connection.close()
             self._refuse_stranger("it belongs to another user")
             return
-        nameless = [number for number, (_, peer) in self._lines.items() if peer is None]
+        nameless = [number for number, caller in self._callers.items() if caller.peer is None]
         if len(nameless) >= _MOST_NAMELESS:
             self._hang_up(nameless[0])
-        line = UnixLine(connection)
-        self._lines[line.fileno()] = line, None
-        self._poller.register(line.fileno(), zmq.POLLIN)
-
-    def _read_line(self, number: int) -> Iterator[tuple[Peer, Heard]]:
-        line, peer = self._lines[number]
-        while number in self._lines:  # what we give may lead to its end
-            try:
-                parts = line.receive()
-                if parts is None:
-                    break
-                if peer is None:
-                    peer = self._let_in(line, parts)
-                    continue
-            except WireError as error:  # nothing that follows on this line can be understood
-                self._hang_up(number)
-                yield from self._hung_up(peer, error)
-                return
-            try:
-                message = peer.receive(parts)
-            except WireError as error:
-                yield peer, error
-                continue
-            if message is not None:
-                yield peer, message
-        if line.ended and number in self._lines:
-            self._hang_up(number)
-            if peer is not None:
-                yield peer, Ended()
-
-    def _let_in(self, line: UnixLine, parts: Sequence[bytes]) -> Peer:
+        if sealing is None:
+            sealing = _sealing_for(host_of(connection), self._trusted) if is_tcp(connection) else "none"
         try:
-            channel, reply = self._greet(parts, "none")
-        except HandshakeRefused as error:
-            self._refuse_stranger(error)
-            line.send_multipart([error.reply])
-            raise
-        peer = Peer(line, None, channel)
-        self._lines[line.fileno()] = line, peer
-        line.send_multipart([reply])
-        return peer
-
-    def _hung_up(self, peer: Peer | None, error: WireError) -> Iterator[tuple[Peer, Heard]]:
-        if peer is not None:
-            yield peer, Ended()
-        elif not isinstance(error, HandshakeRefused):
-            self._refuse_stranger(error)
-
-    def _hang_up(self, number: int) -> None:
-        line, _ = self._lines.pop(number)
-        self._poller.unregister(number)
-        line.close()
-
-    # Other hosts -------------------------------------------------------------------------------------------------
-
-    def _receive(self, source: zmq.Socket[bytes]) -> Iterator[tuple[Peer, Heard]]:
-        for _ in range(64):  # and not without end: there is more to listen to
-            try:
-                route, *parts = source.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                return
-            peer = self._peers.get((source, route.bytes))
-            if peer is None:
-                self._meet(source, route.bytes, parts)
-                continue
-            try:
-                message = peer.receive(parts)
-            except WireError as error:
-                yield peer, error
-                continue
-            if message is not None:
-                yield peer, message
-
-    def _meet(self, source: zmq.Socket[bytes], route: bytes, parts: Sequence[zmq.Frame]) -> None:
-        address = str(parts[0].get("Peer-Address")) if parts else ""
-        if not route.startswith(b"\0"):
-            self._refuse_stranger("it has named itself")  # it could take the name of one that has proved the token
+            line = Line(connection)
+        except OSError:
+            connection.close()
             return
-        try:
-            channel, reply = self._greet(parts, self._sockets[source] or _sealing_for(address, self._trusted))
-        except WireError as error:
-            self._refuse_stranger(error)
-            if isinstance(error, HandshakeRefused):
-                with contextlib.suppress(zmq.ZMQError):  # it may be gone
-                    source.send_multipart([route, error.reply])
-            return
-        with contextlib.suppress(zmq.ZMQError):
-            source.send_multipart([route, reply])
-            self._peers[source, route] = Peer(source, route, channel)
+        self._callers[line.fileno()] = _Caller(line, sealing)
+        self._selector.register(line.fileno(), selectors.EVENT_READ)
 
-    def _greet(self, parts: Sequence[zmq.Frame | bytes], sealing: Sealing) -> tuple[Channel, bytes]:
-        if len(parts) != 1:
-            raise WireError(f"wanted a handshake of 1 frame, found {len(parts)}")
-        return answer(bytes_of(parts[0]), self._token, sealing)
+    def _hang_up(self, number: int, linger: float = 0.0) -> None:
+        caller = self._callers.pop(number)
+        self._selector.unregister(number)
+        self._sending.pop(number, None)
+        self._unheard.discard(number)
+        caller.line.close(linger)
 
     def _refuse_stranger(self, reason: object) -> None:
         self.strangers += 1
         if self.strangers.bit_count() == 1:  # the first, second, fourth, ...: nobody fills a disk with this
             logger.warning("refused a stranger (%d so far): %s", self.strangers, reason)
 
+    # Who is there ------------------------------------------------------------------------------------------------
+
     def _probe(self) -> Iterator[tuple[Peer, Heard]]:
         now = time.monotonic()
         if now < self._next_probe:
             return
         self._next_probe = now + _PROBE_EVERY
-        for peer in list(self._peers.values()):
-            peer.send(Alive())
-            if not peer.connected:
+        for number, caller in list(self._callers.items()):
+            line, peer = caller.line, caller.peer
+            if self._callers.get(number) is not caller:
+                continue
+            if peer is None:
+                if now > caller.since + _TIME_TO_PROVE:
+                    self._refuse_stranger(f"it has not proved the token within {_TIME_TO_PROVE:.0f} s")
+                    self._hang_up(number)
+                continue
+            if line.silence.seconds(now) > _VANISHED_AFTER or line.stuck_for() > TIME_TO_TAKE:
+                line.give_up()
+            elif line.remote and not line.waits:
+                peer.send(Alive())
+            if line.ended:
+                self._hang_up(number)
                 yield peer, Ended()
 
     def _unwatch_all(self, peer: Peer) -> None:
@@ -316,7 +302,7 @@ class Listener:
 
     def _unwatch(self, descriptor: int) -> None:
         del self._processes[descriptor]
-        self._poller.unregister(descriptor)
+        self._selector.unregister(descriptor)
         os.close(descriptor)
 
 

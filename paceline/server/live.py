@@ -13,7 +13,7 @@ import math
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +32,9 @@ from paceline.server.gathering import MeanOfPushes, adopt, examine, publish
 from paceline.server.layout import Laid, ModelLayouts, memory_of
 from paceline.server.listening import Ended, Heard, Listener, Peer
 from paceline.server.members import Figures, Member
-from paceline.server.memory import SharedMemory
+from paceline.server.memory import HEAD, SharedMemory
+from paceline.server.pieces import Pieces
+from paceline.server.vault import Vault
 from paceline.server.work_queue import WorkQueue
 from paceline.trainee import Trainee
 
@@ -72,6 +74,7 @@ class LiveServer:
     """Serve ``trainee`` under ``policy`` to ``workers`` workers, of whom those of this host share ``memory``.
 
     When those who have joined have left, it waits ``patience`` seconds for the others, unless they are said to be gone.
+    ``found`` is what a server that was killed has left in that memory, as ``vault.read_note`` reads it: go on from it.
     """
 
     def __init__(
@@ -88,10 +91,12 @@ class LiveServer:
         listener: Listener,
         host: Host,
         trace: TraceWriter | None = None,
+        found: Mapping[str, Any] | None = None,
     ) -> None:
         self._trainee = replace(trainee, scaler=None)  # pushes are not scaled
         self._policy, self._host, self._listener = policy, host, listener
         self._trace: Callable[[traced.Record], None] = trace.append if trace is not None else lambda _: None
+        self._tracer = trace
         self._model = ModelLayouts.describe(trainee.model)
         self._layouts = ModelLayouts(trainee.model)
         self._workers, self._patience = workers, patience
@@ -99,11 +104,15 @@ class LiveServer:
         self._memory = SharedMemory(
             memory, down=self._layouts.down.nbytes, up=self._layouts.up.nbytes, slots=workers, create=True
         )
-        adopt(self._layouts, self._memory.down)
-        self._memory.version = version
         self._state = policy.begin(workers)
         self._state.version = version
         self._queue = queue
+        self._began = time.monotonic()
+        self._vault = Vault(memory, self._trainee, self._memory.down, HEAD)
+        if found is not None:
+            self._take_over(found)
+        adopt(self._layouts, self._memory.down, found=found is not None)
+        self._memory.version = version
         self._gathered = MeanOfPushes(self._layouts)
         self._only: tuple[Laid, bytes] | None = None  # the push that the next commit consists of
         self._members: dict[int, Member] = {}
@@ -116,14 +125,16 @@ class LiveServer:
         self._start_epoch = queue.epoch
         self._saves: list[tuple[Peer, str]] = []
         self._left_at: float | None = None  # when a worker last left because it was done
-        self._began = time.monotonic()
         self._trace(traced.Began(version))
+        if found is None:
+            self._vault.begin(version, self._note())
 
     def serve(self, asked_to_stop: Callable[[], bool]) -> bool:
         """Serve until all workers have left, or we are asked to stop; True if they have left by themselves."""
         while not asked_to_stop():
             for peer, heard in self._listener.hear(_TICK):
                 self._take_in(peer, heard)
+            self._vault.catch_up()  # while the workers compute
             if not self._members and self._left_at is not None and not self._awaits_more(self._left_at):
                 return True
         for member in self._members.values():
@@ -139,6 +150,8 @@ class LiveServer:
             self._leave(self._members[rank])
         elif rank in self._state.members:
             self._do(self._policy.left(self._state, rank, self._now()))
+        if not self._members and NOT_YET not in self._state.members.values():
+            self._left_at = self._now()
         self._settle()
 
     def figures(self) -> dict[int, dict[str, Any]]:
@@ -217,7 +230,7 @@ class LiveServer:
         local = hello.local and rank < self._workers and not peer.remote
         gradients = self._memory.slot(rank) if local else torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8)
         if not local:
-            peer.tensors = memory_of(gradients)
+            peer.tensors = Pieces(memory_of(gradients))
         if not peer.remote and not self._listener.watch(peer, hello.pid):
             return  # gone again
         if rank in self._members:  # it was taken for alive, or has lost its connection
@@ -315,6 +328,7 @@ class LiveServer:
             traced.Pushed(member.rank, message.step, message.version, message.examples, message.loss, checksum, now)
         )
         self._arrived[push] = now
+        self._vault.taken(len(self._arrived))
         if message.examples and actions and isinstance(actions[0], decided.Commit) and actions[0].pushes == (push,):
             self._only = member.gradients, message.used
         else:
@@ -396,27 +410,30 @@ class LiveServer:
         member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch, member.ask), tensors)
 
     def _parameters_for(self, member: Member) -> memoryview | None:
-        """What has to travel to a member of another host; it is sealed or copied before the next commit."""
+        """What has to travel to a member of another host; what of it still waits is copied before the next commit."""
         if member.local:
             return None
         return memory_of(self._memory.down)
 
     def _commit(self, commit: decided.Commit) -> None:
+        self._listener.keep_what_waits()
         if not self._memory.try_writing(_LONGEST_READ):
             raise CommError(f"a worker has been copying the parameters for {_LONGEST_READ:.0f} s; is it stopped?")
         began = time.monotonic()
         rate = self._host.rate()
         try:
+            self._vault.before_update()
             with torch.no_grad():
                 self._gathered.put(self._only)
             self._trainee.update()
             publish(self._layouts, self._memory.down)
             self._memory.version += 1
+            self._queue.commit()  # all that was pushed: policies leave nothing behind
             self._trace(traced.Committed(self._memory.version, len(commit.pushes), self._now()))
+            self._vault.after_update(self._memory.version, self._note())
         finally:
             self._memory.wrote()
         self._only = None
-        self._queue.commit()  # all that was pushed: policies leave nothing behind
         self._trainee.clear_gradients()
         self._tell(commit, rate, time.monotonic() - began)
 
@@ -441,6 +458,23 @@ class LiveServer:
                 seconds=seconds,
             )
         )
+
+    def _note(self) -> dict[str, Any]:
+        """What a successor has to know beside the tensors, should we be killed."""
+        return {
+            "queue": self._queue.state_dict(),
+            "policy": {**self._state.carry(), "version": self._memory.version},
+            "at": self._now(),
+            "seed": self._seed,
+            "traced": self._tracer.flush() if self._tracer is not None else None,
+        }
+
+    def _take_over(self, found: Mapping[str, Any]) -> None:
+        """Go on from what a server that was killed has left behind."""
+        self._vault.recover(found)
+        self._queue.load_state_dict(found["queue"])
+        self._state.take_over(found["policy"])
+        self._began -= found["at"]
 
     # What waits for others -----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.errors import CommError
 
-_HEAD = 1 << 16  # the version, and from byte 64 on what the supervisor notes
+HEAD = 1 << 16  # the version, and from byte 64 on what the supervisor notes; the parameters come behind it
 _PATIENCE = 0.00005  # seconds between two looks at a lock
 
 
@@ -28,7 +28,7 @@ class SharedMemory:
 
     def __init__(self, file: int, *, down: int, up: int, slots: int, create: bool = False) -> None:
         self._file = file
-        size = _HEAD + down + slots * up
+        size = HEAD + down + slots * up
         if create:
             try:
                 os.posix_fallocate(file, 0, size)  # too little memory is told now, not by a signal later
@@ -39,8 +39,8 @@ class SharedMemory:
             raise CommError(f"the server shares {found} bytes of memory, wanted {size}: it has another model")
         self._whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
         self._version = self._whole[:8].view(torch.int64)
-        self.down = self._whole[_HEAD : _HEAD + down]
-        self._slots = [self._whole[_HEAD + down + slot * up :][:up] for slot in range(slots)]
+        self.down = self._whole[HEAD : HEAD + down]
+        self._slots = [self._whole[HEAD + down + slot * up :][:up] for slot in range(slots)]
 
     def slot(self, rank: int) -> Tensor:
         """Where the worker of this rank puts its gradients."""

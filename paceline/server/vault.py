@@ -1,0 +1,251 @@
+"""All that the server's commits change, kept twice in memory that outlives its process: one killed at any instant
+loses no commit that it has acknowledged.
+
+The parameters, buffers and the optimizers' tensors lie in the file that the supervisor holds open, where optimizers
+step them in place: that is the work. The spare is a second copy of it. While an update is under way a word says so, and
+the spare has the version before; when it is done, everything else that has changed (rates, counts, which batches are
+used) is noted, the word says so, and only then are workers told. The spare is brought up to the work before the next
+update, at best while nobody waits. So at any instant one of the two is whole, and the word says which.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.record.state_tree import pack, unpack
+from paceline.server.layout import Layout
+from paceline.trainee import Trainee
+
+_MAGIC = 0x544C554156434150  # "PACVAULT"
+_WORD = struct.Struct("@Q")  # native: then it is written by one instruction, and never in part
+_WORDS = struct.Struct("@QQQQQ")
+# Twice the version, and one more while the update to the next is under way; lengths of two notes; pushes taken.
+_MARK, _STAND, _LENGTHS, _TAKEN = 0, 8, 16, 32
+# The file is sparse: its parts may lie far apart, and only what is written takes memory.
+_START = 1 << 40  # where the words are; what the workers share comes before it
+_NOTES = _START + mmap.PAGESIZE
+_NOTE = 1 << 24  # the largest note
+_STATE = _NOTES + 2 * _NOTE  # the optimizers' tensors, in stretches
+_SPARE = 1 << 41  # the spare of what lies at a place is this much behind it
+_DESCRIPTION = struct.Struct("<Q")  # the length of what says which tensors a stretch holds; it comes in front of them
+_ALIGNMENT = 64
+
+
+class _Stretch(NamedTuple):
+    """A part of the file that holds tensors, mapped twice: as work and as spare."""
+
+    work: Tensor
+    spare: Tensor
+
+
+class Vault:
+    """Keep what the commits of ``trainee`` change in ``file``, of which ``down`` (at ``place``) is mapped already."""
+
+    def __init__(self, file: int, trainee: Trainee, down: Tensor, place: int) -> None:
+        self._file, self._trainee = file, trainee
+        if os.fstat(file).st_size < _STATE:
+            os.ftruncate(file, _STATE)
+        self._words = mmap.mmap(file, mmap.PAGESIZE, offset=_START)
+        self._notes = [mmap.mmap(file, _NOTE, offset=_NOTES + side * _NOTE) for side in (0, 1)]
+        self._stretches = [_Stretch(down, _map(file, place + _SPARE, len(down)))]
+        self._extents: list[tuple[int, int]] = []  # offset and length of the stretches of optimizers' tensors
+        self._placed: dict[tuple[int, int, str], Tensor] = {}  # by optimizer, parameter and name
+        self._others: list[tuple[int, int, str, Any]] = []  # what the optimizers' states hold beside tensors
+        self._small: tuple[dict[str, Any], str] | None = None  # the last small state, and its text
+        self._version: int | None = None  # of the spare
+
+    def begin(self, version: int, note: Mapping[str, Any]) -> None:
+        """Keep the present state as the first one."""
+        self.after_update(version, note)
+        self._set(_MARK, _MAGIC)
+
+    def recover(self, found: Mapping[str, Any]) -> None:
+        """Put everything back as of the last commit that was whole; ``found`` is what ``read_note`` gives."""
+        self._extents = [(offset, length) for offset, length in found["extents"]]
+        self._stretches += [self._stretch(offset, length) for offset, length in self._extents]
+        version = found["version"]
+        if self._word(_STAND) != 2 * version:
+            for stretch in self._stretches:
+                stretch.work.copy_(stretch.spare)
+            self._version = version
+            self._set(_STAND, 2 * version)
+        for stretch in self._stretches[1:]:
+            self._read_stretch(stretch.work)
+        self._load(found)
+
+    def before_update(self) -> None:
+        """Make sure that there is something to go back to."""
+        self.catch_up()
+        self._set(_STAND, self._word(_STAND) + 1)
+
+    def after_update(self, version: int, note: Mapping[str, Any]) -> None:
+        """The update is done and is version ``version``: once this returns, workers may be told."""
+        self._place_tensors()
+        front = json.dumps({**note, "version": version, "extents": self._extents})
+        text = f'{front[:-1]}, "small": {self._small_state()}}}'.encode()
+        side = version % 2  # the other one is of the version before
+        self._notes[side][: len(text)] = text
+        self._set(_LENGTHS + 8 * side, len(text))
+        self._set(_STAND, 2 * version)
+        self._set(_TAKEN, 0)
+
+    def taken(self, pushes: int) -> None:
+        """So many pushes wait for a commit; they are lost if we are killed."""
+        self._set(_TAKEN, pushes)
+
+    def catch_up(self) -> None:
+        """Bring the spare up to the work, if it is behind."""
+        version = self._word(_STAND) // 2
+        if self._version != version:
+            for stretch in self._stretches:
+                stretch.spare.copy_(stretch.work)
+            self._version = version
+
+    # Tensors of the optimizers -----------------------------------------------------------------------------------
+
+    def _place_tensors(self) -> None:
+        """Have the optimizers' tensors lie in the file: new ones get a stretch, replaced ones are copied."""
+        new: dict[tuple[int, int, str], Tensor] = {}
+        self._others = []
+        for key, value in _entries_of(self._trainee.optimizers):
+            if not isinstance(value, Tensor):
+                self._others.append((*key, value))
+                continue
+            place = self._placed.get(key)
+            if place is None or place.shape != value.shape or place.dtype != value.dtype:
+                new[key] = value
+            elif value.data_ptr() != place.data_ptr():
+                _move(value, place)
+        if new:
+            self._add_stretch(new)
+
+    def _add_stretch(self, tensors: Mapping[tuple[int, int, str], Tensor]) -> None:
+        described = [[*key, list(value.shape), str(value.dtype)] for key, value in tensors.items()]
+        text = json.dumps(described).encode()
+        layout = Layout(list(tensors.values()))
+        front = _aligned(_DESCRIPTION.size + len(text))
+        offset = sum(self._extents[-1], start=0) if self._extents else _STATE
+        offset = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = front + layout.nbytes
+        stretch = self._stretch(offset, length)
+        head = _DESCRIPTION.pack(len(text)) + text
+        stretch.work[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        for (key, value), view in zip(tensors.items(), layout.views(stretch.work[front:]), strict=True):
+            _move(value, view)
+            self._placed[key] = view
+        self._stretches.append(stretch)
+        self._extents.append((offset, length))
+        self._version = None
+
+    def _stretch(self, offset: int, length: int) -> _Stretch:
+        return _Stretch(_map(self._file, offset, length), _map(self._file, offset + _SPARE, length))
+
+    def _read_stretch(self, memory: Tensor) -> None:
+        """Know the tensors again that lie in a stretch."""
+        raw = bytes(memory[: _DESCRIPTION.size].numpy())
+        (length,) = _DESCRIPTION.unpack(raw)
+        described = json.loads(bytes(memory[_DESCRIPTION.size : _DESCRIPTION.size + length].numpy()))
+        like = [torch.empty(shape, dtype=_dtype(dtype), device="meta") for *_, shape, dtype in described]
+        views = Layout(like).views(memory[_aligned(_DESCRIPTION.size + length) :])
+        for (optimizer, parameter, name, *_), view in zip(described, views, strict=True):
+            self._placed[optimizer, parameter, name] = view
+
+    # Everything else ---------------------------------------------------------------------------------------------
+
+    def _small_state(self) -> str:
+        """What is no tensor of an optimizer's state, as JSON: rates and the like, schedulers, counts."""
+        state = {
+            "groups": [[{**group, "params": None} for group in each.param_groups] for each in self._trainee.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self._trainee.schedulers],
+            "others": self._others,
+        }
+        if self._small is None or self._small[0] != state:
+            tree, tensors = pack(state)
+            written = {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in tensors.items()}
+            text = json.dumps({"state": tree, "tensors": written})
+            if tensors:  # which may change and stay the same objects
+                return text
+            self._small = state, text
+        return self._small[1]
+
+    def _load(self, found: Mapping[str, Any]) -> None:
+        small = found["small"]
+        tensors = {name: torch.tensor(value, dtype=_dtype(dtype)) for name, (dtype, value) in small["tensors"].items()}
+        state = unpack(small["state"], tensors)
+        optimizers = self._trainee.optimizers
+        for optimizer, groups in zip(optimizers, state["groups"], strict=True):
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                group.update({**saved, "params": group["params"]})
+        for (place, parameter, name), view in self._placed.items():
+            owner = _parameters_of(optimizers[place])[parameter]
+            optimizers[place].state[owner][name] = view if owner.device.type == "cpu" else view.to(owner.device)
+        for place, parameter, name, value in state["others"]:
+            optimizers[place].state[_parameters_of(optimizers[place])[parameter]][name] = value
+        for scheduler, saved in zip(self._trainee.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+
+    def _word(self, place: int) -> int:
+        return int(_WORD.unpack_from(self._words, place)[0])
+
+    def _set(self, place: int, value: int) -> None:
+        _WORD.pack_into(self._words, place, value)
+
+
+def read_note(file: int) -> dict[str, Any] | None:
+    """What was noted with the last commit that was whole, if a server has kept anything in ``file``.
+
+    Beside it under ``taken``: how many pushes were taken since, and are lost.
+    """
+    words = os.pread(file, _WORDS.size, _START)
+    if len(words) < _WORDS.size:
+        return None
+    magic, stand, *lengths, taken = _WORDS.unpack(words)
+    if magic != _MAGIC:
+        return None
+    side = stand // 2 % 2
+    return {**json.loads(os.pread(file, lengths[side], _NOTES + side * _NOTE)), "taken": taken}
+
+
+def _entries_of(optimizers: Sequence[Optimizer]) -> Iterator[tuple[tuple[int, int, str], Any]]:
+    """All that the optimizers remember, by optimizer, parameter and name."""
+    for place, optimizer in enumerate(optimizers):
+        if optimizer.state:
+            for number, parameter in enumerate(_parameters_of(optimizer)):
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    yield (place, number, name), value
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _move(tensor: Tensor, place: Tensor) -> None:
+    """Copy a tensor to its place and, unless it belongs to another device, let it lie there."""
+    place.copy_(tensor.detach())
+    if tensor.device.type == "cpu":
+        tensor.data = place
+
+
+def _map(file: int, offset: int, length: int) -> Tensor:
+    """The memory of the file from ``offset`` on, which has to be there, as bytes."""
+    os.posix_fallocate(file, offset, max(1, length))  # too little memory is told now, not by a signal later
+    return torch.frombuffer(mmap.mmap(file, max(1, length), offset=offset), dtype=torch.uint8)[:length]
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found
