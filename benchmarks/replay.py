@@ -4,7 +4,7 @@
 
 Digits are learned by 2 to 8 real workers with random delays, under the policies in turn. In every second run workers
 are killed (SIGKILL) at random moments and replaced, and the run is broken off by SIGINT when they are back; the others
-go on to their end. Each is replayed in this process. Then the rate of small pushes with and without a trace is measured.
+go on to their end. Each is replayed in this process. Then the rate of small pushes is measured, with a trace and without.
 The exit code is 1 if one replay differs.
 """
 
