@@ -160,12 +160,10 @@ def test_ada_sync() -> None:
 
 def test_replay() -> None:
     found = run("replay.py")
-    assert [(row["policy"], row["equal"], row["kills"] > 0) for row in found["rows"]] == [
-        ("sync", True, False),
-        ("k-sync(k=2)", True, True),
-    ]
-    assert all(positive(row, "pushes", "hashes", "replay_seconds", "computing_seconds") for row in found["rows"])
-    assert [row["runs"] for row in found["table"]] == [row["equal"] for row in found["table"]] == [1, 1, 2]
+    (row,) = found["rows"]
+    assert row["policy"] == "sync" and row["equal"] is True
+    assert positive(row, "kills", "pushes", "hashes", "replay_seconds", "computing_seconds")
+    assert [row["runs"] for row in found["table"]] == [row["equal"] for row in found["table"]] == [1, 1]
     assert found["table"][-1]["bytes_per_event"] < 64
     assert positive(found["recording"], "pushes_per_second", "recorded_per_second")
 
