@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from paceline.errors import UsageError
 from paceline.launch.crew import Crew
 from paceline.launch.culprit import SERVER, Fault, Life, find_fault, find_kill
-from paceline.launch.environment import ServerPlace
+from paceline.launch.environment import ReplayOrder, ServerPlace
 from paceline.launch.outfit import Outfit
 
 _MOST_FRUITLESS = 10  # processes of one rank in a row that are killed before they join
@@ -33,6 +33,7 @@ class ServerOptions:
     join: str | None = None  # the address of a server elsewhere: start none here
     token: str | None = None  # by default a new one
     delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that 1 stands for
+    replay: ReplayOrder | None = None  # make a recorded run again
 
 
 _GONE = 64  # where in the memory each rank has a byte that says so
@@ -70,6 +71,7 @@ def open_place(options: ServerOptions) -> Iterator[ServerPlace]:
             memory_fd=memory,
             delay=options.delay,
             trusted=options.trusted,
+            replay=options.replay,
         )
     finally:
         if memory is not None:
@@ -136,7 +138,8 @@ class Service:
         life = life or Life(rank=SERVER)
         environment = self._outfit.server(bind=self._bind, incarnation=life.incarnation)
         prefix = "" if self._options.alone else "[server] "
-        self._crew.start(life, self._command, environment, descriptors=self._memory, prefix=prefix)
+        shell = () if self._options.replay is None else self._options.replay.shell or ()
+        self._crew.start(life, self._command, environment, descriptors=(*self._memory, *shell), prefix=prefix)
 
     def _start_worker(self, life: Life) -> None:
         environment = self._outfit.worker(life.rank, incarnation=life.incarnation)

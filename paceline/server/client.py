@@ -21,7 +21,7 @@ from paceline.server.handshake import Opening
 from paceline.server.interrupt import StepCancelled
 from paceline.server.layout import ModelLayouts, memory_of
 from paceline.server.lines import Line
-from paceline.server.memory import SharedMemory
+from paceline.server.memory import SharedMemory, is_over
 from paceline.server.pieces import Pieces
 from paceline.server.sockets import connect
 from paceline.server.wire import decode, encode
@@ -97,6 +97,8 @@ class Client:
                 self._join()
                 return
             except _Lost:
+                if self._memory_file is not None and is_over(self._memory_file):
+                    raise CommError(f"worker {self.rank}: the server has ended, and the run with it") from None
                 if time.monotonic() > deadline:
                     raise CommError(complaint) from None
                 time.sleep(pause)
@@ -144,7 +146,7 @@ class Client:
     def leave(self, *, failed: bool) -> None:
         """Tell the server that this worker has ended, and close."""
         if not self._closed:
-            self._send(wire.Leave(failed))
+            self._send(wire.Leave(failed, self.version))
             self.close(_TIME_FOR_LAST_WORDS)
 
     def close(self, linger: float = 0.0) -> None:
@@ -321,6 +323,8 @@ class Client:
                     logger.warning("%s", message.reason)
                 case wire.Refused():
                     raise CommError(f"the server refused worker {self.rank}: {message.reason}")
+                case wire.Over():
+                    raise SystemExit(0)
                 case wire.Unknown():
                     raise _Lost  # it has taken us for dead
                 case wire.Go() | wire.Finished() if message.ask != self._asks:
