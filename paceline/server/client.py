@@ -23,7 +23,6 @@ from paceline.server.layout import ModelLayouts
 from paceline.server.lines import Line
 from paceline.server.memory import SharedMemory
 from paceline.server.pieces import Pieces
-from paceline.server.sockets import connect
 from paceline.server.wire import decode, encode
 
 logger = logging.getLogger("paceline")
@@ -110,7 +109,7 @@ class Client:
         if self._line is not None:
             self._line.close()
         try:
-            self._line = line = Line(connect(self._address, _TIME_TO_CONNECT))
+            self._line = line = Line.to(self._address, _TIME_TO_CONNECT)
         except OSError:
             raise _Lost from None
         opening = Opening(self._token, self._sealing)
