@@ -87,11 +87,7 @@ def test_a_script_that_depends_on_the_time_is_found_out_and_looked_at(
         timeout=DEADLINE,
     )
     assert looked.returncode == 0, looked.stderr
-    assert (
-        "seen 5" in looked.stdout
-        and "[0, 1, 2]" in looked.stdout.replace("2, 1", "1, 2")
-        or "0.weight" in looked.stdout
-    )
+    assert "seen 5" in looked.stdout and "0.weight" in looked.stdout
     assert "version 5 has the hash" in looked.stdout
 
 
