@@ -55,6 +55,7 @@ class ReplayOrder:
     trace: str  # the path of the file
     until: int | None = None  # the version to stop at
     shell: tuple[int, int] | None = None  # open a Python shell there, on these two descriptors
+    lives: tuple[int, ...] = ()  # how many processes each rank had
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +188,10 @@ def _read_delay(text: str) -> tuple[str, float]:
 def _read_replay(text: str) -> ReplayOrder:
     found = json.loads(text)
     return ReplayOrder(
-        trace=found["trace"], until=found["until"], shell=tuple(found["shell"]) if found["shell"] else None
+        trace=found["trace"],
+        until=found["until"],
+        shell=tuple(found["shell"]) if found["shell"] else None,
+        lives=tuple(found["lives"]),
     )
 
 

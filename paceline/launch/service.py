@@ -156,7 +156,7 @@ class Service:
         if killed.rank == SERVER:
             self._replace_server(killed)
             return
-        if self._options.respawn and killed.exiting is None and not self._server_has_ended():
+        if self._comes_again(killed) and killed.exiting is None and not self._server_has_ended():
             fruitless = killed.fruitless + 1 if killed.sessions == 0 else 0
             if fruitless == _MOST_FRUITLESS:
                 killed.given_up = True
@@ -170,6 +170,11 @@ class Service:
             self._tell_of(killed, f"the run goes on with {left}")
         elif any(life.code == 0 for life in workers):
             self._tell_of(killed, "the others had ended")
+
+    def _comes_again(self, killed: Life) -> bool:
+        if self._options.replay is not None:
+            return killed.incarnation + 1 < self._options.replay.lives[killed.rank]
+        return self._options.respawn
 
     def _replace_server(self, killed: Life) -> None:
         """Start a server in the place of a killed one; it finds all in the memory that we hold."""
