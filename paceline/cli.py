@@ -389,9 +389,10 @@ def _show_study(
     as_json: bool,
     **options: Any,
 ) -> None:
+    from paceline.report.terminal import progress_bar
     from paceline.studies import StudyContext
     from paceline.studies.files import check_folder, write_result
-    from paceline.studies.terminal import print_table, progress_bar
+    from paceline.studies.terminal import print_table
 
     study = kind(**options)
     check_folder(out or Path())

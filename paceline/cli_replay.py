@@ -61,7 +61,7 @@ def _replay_problem(
     from paceline.replay.plan import read_plan
     from paceline.replay.problem import ProblemReplay
     from paceline.replay.surroundings import as_recorded, train_config
-    from paceline.studies.terminal import progress_bar
+    from paceline.report.terminal import progress_bar
     from paceline.training import load_config_problem
 
     options, about, plan = train_config(run, config), trace.about, read_plan(trace)

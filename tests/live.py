@@ -20,6 +20,7 @@ from torch.optim import SGD
 from paceline.guard import OnNaN
 from paceline.policies import parse_policy
 from paceline.policies.server import ServerPolicy
+from paceline.record.trace import TraceWriter
 from paceline.served import ServedSession
 from paceline.server.client import Client
 from paceline.server.lines import Line
@@ -102,6 +103,7 @@ class Cluster:
         version: int = 0,
         seed: int = 0,
         in_place_of: Cluster | None = None,
+        trace: TraceWriter | None = None,
     ) -> None:
         self.trainee = trainee or weights_trainee()
         self.policy = cast(ServerPolicy, parse_policy(policy))
@@ -125,6 +127,7 @@ class Cluster:
             seed=seed,
             listener=self.listener,
             host=self.host,
+            trace=trace,
         )
         self.lines: list[Line] = []  # are closed in the end
         self.failure: BaseException | None = None

@@ -158,6 +158,16 @@ def test_ada_sync() -> None:
     assert all(row["ratio"] == row["ada"] / row["best"] for row in found["rows"])
 
 
+def test_replay() -> None:
+    found = run("replay.py")
+    (row,) = found["rows"]
+    assert row["policy"] == "sync" and row["equal"] is True
+    assert positive(row, "kills", "pushes", "hashes", "replay_seconds", "computing_seconds")
+    assert [row["runs"] for row in found["table"]] == [row["equal"] for row in found["table"]] == [1, 1]
+    assert found["table"][-1]["bytes_per_event"] < 64
+    assert positive(found["recording"], "pushes_per_second", "recorded_per_second")
+
+
 def test_a_value_that_was_not_measured_is_a_dash_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
     print_table([{"bytes": 4, "mpi_us": 1.25}, {"bytes": 8, "mpi_us": None}], {"bytes": "d", "mpi_us": ".1f"})
     assert [line.split() for line in capsys.readouterr().out.splitlines()][1:] == [["4", "1.2"], ["8", "-"]]

@@ -16,6 +16,7 @@ BENCHES: dict[str, Callable[..., list[Row]]] = {
     "step": step.measure,
     "server": server.measure,
     "server-rate": server.measure_rate,
+    "server-recording": server.measure_recording,
 }
 
 

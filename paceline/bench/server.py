@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from torch.distributed import rpc
 from paceline.bench.measuring import Row, median_ratio
 from paceline.policies import parse_policy
 from paceline.policies.server import ServerPolicy
+from paceline.record.trace import TraceWriter
 from paceline.server.channel import Sealing
 from paceline.server.client import Client
 from paceline.server.listening import Listener
@@ -52,7 +54,24 @@ def measure(sizes: Sequence[int], rounds: int, trips: int, over_tcp: bool) -> li
     return rows
 
 
-def measure_rate(seconds: float) -> list[Row]:
+def measure_recording(seconds: float, rounds: int) -> list[Row]:
+    """The same rate with and without a trace, taking turns; medians."""
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(rounds + 1):  # the first is for warming up
+        for traced, found in rates.items():
+            (row,) = measure_rate(seconds, traced=traced)
+            found += [row["pushes_per_second"]] if number else []
+    return [
+        {
+            "rounds": rounds,
+            "pushes_per_second": statistics.median(rates[False]),
+            "recorded_per_second": statistics.median(rates[True]),
+            "cost": median_ratio(rates[False], rates[True]) - 1,
+        }
+    ]
+
+
+def measure_rate(seconds: float, *, traced: bool = False) -> list[Row]:
     """How many small pushes a second all workers make together; called on ranks of which the last is the server."""
     server = dist.get_world_size() - 1
     address, token, memory = _agree_on_address(server)
@@ -60,7 +79,9 @@ def measure_rate(seconds: float) -> list[Row]:
         listener = Listener(bytes(token))
         listener.bind(address)
         dist.barrier()
-        _be_server(SIZES[0], listener, memory, workers=server)
+        with tempfile.TemporaryDirectory() as folder:
+            trace = TraceWriter(Path(folder) / "trace.bin", {}) if traced else None
+            _be_server(SIZES[0], listener, memory, workers=server, trace=trace)
         count = 0
     else:
         dist.barrier()
@@ -188,7 +209,7 @@ def _serve(size: int, ways: dict[str, Sealing | None]) -> list[Row]:
     return []
 
 
-def _be_server(size: int, listener: Listener, memory: int, workers: int = 1) -> None:
+def _be_server(size: int, listener: Listener, memory: int, workers: int = 1, trace: TraceWriter | None = None) -> None:
     model, policy = _model(size), parse_policy("async")
     assert isinstance(policy, ServerPolicy)
     trainee = Trainee(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
@@ -201,20 +222,27 @@ def _be_server(size: int, listener: Listener, memory: int, workers: int = 1) -> 
         version=0,
         seed=0,
         listener=listener,
-        host=_Host(),
+        host=_Host(trace),
+        trace=trace,
     )
     server.serve(lambda: False)
     listener.close()
+    if trace is not None:
+        trace.close()
 
 
 class _Host:
-    """A host that keeps nothing."""
+    """A host that keeps nothing, and has the trace written with every commit."""
+
+    def __init__(self, trace: TraceWriter | None) -> None:
+        self._trace = trace
 
     def rate(self) -> float:
         return 0.1
 
     def committed(self, commit: Committed) -> None:
-        pass
+        if self._trace is not None:
+            self._trace.flush()
 
     def save(self, path: Path | None) -> Path | None:
         return None

@@ -1,30 +1,12 @@
-"""What ``paceline study`` shows to a person: a progress bar on stderr, then the table."""
+"""What ``paceline study`` shows to a person in the end: the table."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from paceline.studies.files import numeric_columns, shown_rows
-from paceline.studies.study import StudyResult, Tell
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Tell]:
-    """Show a bar on stderr, if that is a terminal; gives the function that moves it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-
-        def tell(text: str, done: int, total: int) -> None:
-            bar.update(task, description=text, completed=done, total=total)
-
-        yield tell
+from paceline.studies.study import StudyResult
 
 
 def print_table(result: StudyResult) -> None:

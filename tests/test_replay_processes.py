@@ -1,0 +1,81 @@
+"""Replays of runs by real processes, with dropout and BatchNorm: workers killed and replaced, runs broken off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import DEADLINE, finished, living, started, wait_for_checkpoint
+from recorded import problem_file
+
+from paceline.record.trace import Began, Hashed, Joined, Left, Trace
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
+
+DELAY = ("--delay", "0.5+exp(1) slow(1, 2)", "--delay-unit", "2ms")
+
+
+def train(folder: Path, *options: str) -> list[str]:
+    problem = f"{problem_file(folder)}:with_dropout"
+    run = str(folder / "run")
+    return ["train", problem, "--run", run, "--save-every", "5", "--seed", "3", "--json", *DELAY, *options]
+
+
+def process_of_worker(mark: str, rank: int) -> int:
+    """The process of a worker of the marked run; the server has no rank."""
+    rank_of = f"\0RANK={rank}\0".encode()
+    (found,) = [process for process in living(mark) if rank_of in Path(f"/proc/{process}/environ").read_bytes()]
+    return found
+
+
+def times_joined(run: Path, rank: int) -> int:
+    return sum(isinstance(one, Joined) and one.rank == rank for one in Trace(run / "trace.bin"))
+
+
+def assert_equal(run: Path, paceline: Any) -> None:
+    ended = paceline("replay", str(run))
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.endswith("hashes: equal to the last bit\n")
+    assert not ended.out.startswith("0 ")
+
+
+def test_a_worker_is_killed_and_another_takes_its_place(tmp_path: Path, paceline: Any) -> None:
+    mark, run = uuid.uuid4().hex, tmp_path / "run"
+    arguments = train(tmp_path, "--workers", "2", "--policy", "k-batch-async(k=2)", "--respawn", "--epochs", "30")
+    with started(arguments, mark=mark) as process:
+        assert wait_for_checkpoint(process, run, newer_than=6), process.communicate()
+        os.kill(process_of_worker(mark, 1), signal.SIGKILL)
+        end = time.monotonic() + DEADLINE
+        while times_joined(run, 1) < 2 and time.monotonic() < end and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)  # enough of it
+        _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130, err
+    assert [one.rank for one in Trace(run / "trace.bin") if isinstance(one, Left) and one.dead][:1] == [1]
+    assert times_joined(run, 1) == 2, "it never came back"
+    (tmp_path / "hurry").touch()
+    assert_equal(run, paceline)
+
+
+def test_a_run_is_broken_off_and_goes_on(tmp_path: Path, paceline: Any) -> None:
+    run = tmp_path / "run"
+    adam = ("--optimizer", "adam(lr=0.003)", "--warmup", "gradual", "--warmup-epochs", "1", "--decay", "cosine")
+    scaled = ("--base-batch", "8", "--clip-norm", "2")
+    arguments = train(tmp_path, "--workers", "2", "--policy", "k-batch-sync(k=3)", "--epochs", "2", *adam, *scaled)
+    with started(arguments) as process:
+        assert wait_for_checkpoint(process, run, newer_than=6), process.communicate()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130, err
+    (tmp_path / "hurry").touch()
+    ended = finished(["train", "--resume", str(run), "--json"])
+    assert ended.returncode == 0, ended.stderr
+    begun = [one.version for one in Trace(run / "trace.bin") if isinstance(one, Began)]
+    assert len(begun) == 2 and begun[0] == 0 < begun[1]
+    assert max(one.version for one in Trace(run / "trace.bin") if isinstance(one, Hashed)) > begun[1]
+    assert_equal(run, paceline)
