@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import code
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from paceline.errors import PacelineError, UsageError
 
 if TYPE_CHECKING:
     from paceline.record.trace import Trace
-    from paceline.replay.problem import ProblemReplay, Replayed
+    from paceline.replay.outcome import Replayed
+    from paceline.replay.problem import ProblemReplay
 
 
 @click.command()
@@ -32,12 +34,14 @@ def replay(run: Path, until: int | None, shell: bool, as_json: bool) -> int:
     if shell and as_json:
         raise UsageError("--shell is for people and --json for machines; give one of them")
     trace, config = open_trace(run)
-    if "train" not in config:
-        raise UsageError(f"{run} was made by a script of your own; only runs of 'paceline train' can be replayed")
     warnings = doubts(trace.about, config)
     for warning in () if as_json else warnings:
         print(f"paceline: warning: {warning}; bits may differ", file=sys.stderr)
-    replaying, replayed = _replay_problem(run, trace, config, until)
+    replaying: ProblemReplay | None = None
+    if "train" in config:
+        replaying, replayed = _replay_problem(run, trace, config, until)
+    else:
+        replayed = _replay_script(run, trace, until, shell=shell, quiet=as_json)
     if as_json:
         equal = replayed.difference is None
         print(json.dumps({"run": str(run), "equal": equal, **asdict(replayed), "warnings": warnings}))
@@ -45,7 +49,7 @@ def replay(run: Path, until: int | None, shell: bool, as_json: bool) -> int:
     if replayed.difference is not None:
         raise PacelineError(_differing(replayed, warnings))
     print(_equal(replayed, stopped=until is not None))
-    if shell:
+    if shell and replaying is not None:  # that of a script was open where its server runs
         _open_shell(replaying)
     return 0
 
@@ -68,6 +72,14 @@ def _replay_problem(
             return replaying, replaying.run(until, lambda done, total: tell(f"replaying {run}", done, total))
 
 
+def _replay_script(run: Path, trace: Trace, until: int | None, *, shell: bool, quiet: bool) -> Replayed:
+    """Replay the run of a user's script; what it prints is no part of JSON."""
+    from paceline.replay.script import replay_script
+
+    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+        return replay_script(run, trace, until=until, shell=shell)
+
+
 def _equal(replayed: Replayed, *, stopped: bool) -> str:
     parts = [f"{_compared(replayed)}: equal to the last bit"]
     if stopped:
@@ -87,7 +99,7 @@ def _compared(replayed: Replayed) -> str:
 
 
 def _open_shell(replaying: ProblemReplay) -> None:
-    from paceline.replay.problem import Push
+    from paceline.replay.outcome import Push
 
     names = {
         "model": replaying.trainee.model,

@@ -25,6 +25,7 @@ from paceline.record.run import Run
 from paceline.record.trace import Ended, Hashed, Place, TraceWriter
 from paceline.server.listening import Listener
 from paceline.server.live import Committed, LiveServer
+from paceline.server.memory import mark_over
 from paceline.server.work_queue import WorkQueue
 from paceline.session import Session
 from paceline.trainee import Trainee
@@ -132,6 +133,8 @@ class HostingSession(Session):
                 self._write("strangers", refused=listener.strangers)
             finally:
                 listener.close()
+                if place.memory_fd is not None:
+                    mark_over(place.memory_fd)
         raise SystemExit(128 + caught[0] if caught else 0)
 
     def _open_trace(self) -> TraceWriter | None:

@@ -166,7 +166,11 @@ def _host(
 ) -> NoReturn:
     """Be the server: serve until the run ends, then end the script."""
     from paceline.hosting import HostingSession
+    from paceline.replay.serving import serve_replay
     from paceline.server.vault import read_note
+
+    if place.replay is not None:
+        serve_replay(trainee, place, place.replay)
 
     found = read_note(place.memory_fd) if place.memory_fd is not None else None
     again = place.incarnation > 0  # one before was killed; what is in the directory is this run's

@@ -21,7 +21,6 @@ from paceline.server.layout import ModelLayouts, memory_of
 from paceline.server.lines import Line
 from paceline.server.messages import Alive, Ask, Data, Described, Finished, Go, Hello, Message, Push, Welcome
 from paceline.server.pieces import Pieces
-from paceline.server.sockets import connect
 from paceline.server.wire import decode, encode
 
 M = TypeVar("M", bound=Message)
@@ -47,7 +46,7 @@ class Hand:
         self._cluster = cluster
         self.model = model or Weights()
         self.layouts = ModelLayouts(self.model)
-        self.line = Line(connect(address or cluster.address, DEADLINE))
+        self.line = Line.to(address or cluster.address, DEADLINE)
         cluster.lines.append(self.line)
         opening = Opening(token, "none")
         self.parameters = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -23,7 +24,7 @@ from paceline.record.trace import TraceWriter
 from paceline.served import ServedSession
 from paceline.server.client import Client
 from paceline.server.lines import Line
-from paceline.server.listening import Listener
+from paceline.server.listening import Heard, Listener, Peer
 from paceline.server.live import Committed, Host, LiveServer
 from paceline.server.messages import Message
 from paceline.server.work_queue import WorkQueue
@@ -84,6 +85,10 @@ class Recorder:
         self.notes.append((event, values))
 
 
+class _Killed(Exception):
+    pass
+
+
 class Cluster:
     """A server in a thread of its own while the block lasts; what it fails of, the block fails of."""
 
@@ -97,6 +102,7 @@ class Cluster:
         queue: WorkQueue | None = None,
         version: int = 0,
         seed: int = 0,
+        in_place_of: Cluster | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
         self.trainee = trainee or weights_trainee()
@@ -105,8 +111,11 @@ class Cluster:
         self.queue = queue or WorkQueue()
         self.workers = workers
         self.listener = Listener(TOKEN)
-        self.address = self.listener.bind(f"ipc://@paceline-test-{secrets.token_hex(8)}")
-        self.tcp_address = self.listener.bind("tcp://127.0.0.1:0")
+        local, remote = f"ipc://@paceline-test-{secrets.token_hex(8)}", "tcp://127.0.0.1:0"
+        if in_place_of is not None:
+            local, remote = in_place_of.address, in_place_of.tcp_address
+        self.address: str = self.listener.bind(local)
+        self.tcp_address: str = self.listener.bind(remote)
         self._memory = os.memfd_create("test")
         self.server = LiveServer(
             self.trainee,
@@ -156,8 +165,21 @@ class Cluster:
 
     def _rouse(self) -> None:
         """Have the server look at once whether it is to stop."""
-        with socket.create_connection(host_and_port(self.tcp_address)):
+        with contextlib.suppress(OSError), socket.create_connection(host_and_port(self.tcp_address)):
             pass
+
+    def die(self) -> None:
+        """Be gone without a word, as a process that is killed."""
+
+        def no_more(seconds: float) -> Iterator[tuple[Peer, Heard]]:
+            raise _Killed
+
+        self.listener.hear = no_more  # type: ignore[method-assign]
+        self._rouse()
+        self._thread.join(DEADLINE)
+        assert isinstance(self.failure, _Killed)
+        self.failure = None
+        self.listener.close()
 
     def wait_for_end(self) -> None:
         """Wait until the server ends by itself."""

@@ -67,9 +67,19 @@ class Run:
         options = ["--workers", "2", "--bind", address, "--token-file", "token"]
         return self.start(0, "serve", *options, "script.py", str(self.folder), policy, str(pause))
 
-    def join(self, policy: str, pause: float = 0.0, token: str = "token", workers: int = 2) -> subprocess.Popen[str]:
+    def join(
+        self, policy: str, pause: float = 0.0, token: str = "token", workers: int = 2, host: int = 1
+    ) -> subprocess.Popen[str]:
         options = ["--workers", str(workers), "--join", f"{self.hosts[0].address}:7777", "--token-file", token]
-        return self.start(1, "run", *options, "script.py", str(self.folder), policy, str(pause))
+        return self.start(host, "run", *options, "script.py", str(self.folder), policy, str(pause))
+
+    def wait_for_workers(self, *processes: subprocess.Popen[str]) -> list[Path]:
+        """Wait until both have made a step; give the files that each then changes at every step."""
+        files = [self.folder / "worker-0", self.folder / "worker-1"]
+        while not all(file.exists() for file in files):
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.05)
+        return files
 
 
 @pytest.fixture
@@ -105,10 +115,7 @@ def test_a_worker_without_the_token_is_refused_and_the_run_unharmed(run: Run) ->
 
 def test_a_worker_killed_on_the_other_host_is_missed_within_two_seconds(run: Run) -> None:
     server, workers = run.serve("sync", pause=0.05), run.join("sync", pause=0.05)
-    files = [run.folder / "worker-0", run.folder / "worker-1"]
-    while not all(file.exists() for file in files):
-        assert workers.poll() is None and server.poll() is None
-        time.sleep(0.05)
+    files = run.wait_for_workers(server, workers)
     os.kill(int(files[1].read_text()), signal.SIGKILL)
     killed = time.monotonic()
     before = files[0].stat().st_mtime_ns
@@ -117,4 +124,23 @@ def test_a_worker_killed_on_the_other_host_is_missed_within_two_seconds(run: Run
         time.sleep(0.01)
     told = ended(workers)  # the launcher counts its processes; their ranks are the server's to give
     assert re.search("worker [01] was killed by SIGKILL; the run goes on with 1", told), told
+    ended(server)
+
+
+def test_a_host_that_vanishes_is_missed_and_its_worker_comes_back(run: Run) -> None:
+    """Nothing closes its connections: only its silence tells."""
+    server = run.serve("sync", pause=0.05)
+    near, far = (run.join("sync", pause=0.05, workers=1, host=host) for host in (0, 1))
+    files = run.wait_for_workers(server, near, far)
+    link = ["ip", "link", "set", run.hosts[1].interface]
+    run.hosts[1].run(*link, "down")
+    time.sleep(0.3)  # what was on its way has come
+    before = [file.stat().st_mtime_ns for file in files]
+    vanished = time.monotonic()
+    while [file.stat().st_mtime_ns for file in files] == before:
+        assert time.monotonic() < vanished + 10, "the other worker never goes on"
+        time.sleep(0.01)
+    run.hosts[1].run(*link, "up")
+    told = [re.findall(r"version \d+ weight \S+", ended(process)) for process in (near, far)]
+    assert told[0] == told[1] and told[0], told
     ended(server)

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from paceline.errors import UsageError
@@ -26,7 +26,8 @@ _INCARNATION = "PACELINE_INCARNATION"
 _DELAY = "PACELINE_DELAY"
 _BIND = "PACELINE_BIND"
 _TRUSTED = "PACELINE_TRUSTED"
-SERVICE = (_SERVER, TOKEN, _ROLE, _MEMORY_DESCRIPTOR, _INCARNATION, _DELAY, _BIND, _TRUSTED)
+_REPLAY = "PACELINE_REPLAY"
+SERVICE = (_SERVER, TOKEN, _ROLE, _MEMORY_DESCRIPTOR, _INCARNATION, _DELAY, _BIND, _TRUSTED, _REPLAY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,16 @@ class World:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayOrder:
+    """What a server is to replay."""
+
+    trace: str  # the path of the file
+    until: int | None = None  # the version to stop at
+    shell: tuple[int, int] | None = None  # open a Python shell there, on these two descriptors
+    lives: tuple[int, ...] = ()  # how many processes each rank had
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerPlace:
     """A process's place at a parameter server: which of the two it is, and what it needs to find or be one.
 
@@ -63,6 +74,7 @@ class ServerPlace:
     delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that its 1 stands for
     bind: str | None = None  # for the server: host:port for workers that were started elsewhere; port 0 is any
     trusted: bool = False  # whether tensors may go unencrypted between hosts
+    replay: ReplayOrder | None = None  # for the server: make a recorded run again
 
 
 _place: ServerPlace | None = None  # as taken
@@ -148,6 +160,7 @@ def _read_server_place(environment: Mapping[str, str]) -> ServerPlace:
         delay=_read_delay(found.text(_DELAY, _SERVER)) if found.any(_DELAY) else None,
         bind=found.text(_BIND, _SERVER) if found.any(_BIND) else None,
         trusted=found.any(_TRUSTED) and found.text(_TRUSTED, _SERVER) == "1",
+        replay=_read_replay(found.text(_REPLAY, _SERVER)) if found.any(_REPLAY) else None,
     )
 
 
@@ -172,6 +185,16 @@ def _read_delay(text: str) -> tuple[str, float]:
         ) from error
 
 
+def _read_replay(text: str) -> ReplayOrder:
+    found = json.loads(text)
+    return ReplayOrder(
+        trace=found["trace"],
+        until=found["until"],
+        shell=tuple(found["shell"]) if found["shell"] else None,
+        lives=tuple(found["lives"]),
+    )
+
+
 def server_variables(place: ServerPlace) -> dict[str, str]:
     """The environment variables in which a process finds this place; the number of workers is not among them."""
     values = {
@@ -183,6 +206,7 @@ def server_variables(place: ServerPlace) -> dict[str, str]:
         _DELAY: place.delay and json.dumps({"text": place.delay[0], "unit": place.delay[1]}),
         _BIND: place.bind,
         _TRUSTED: "1" if place.trusted else None,
+        _REPLAY: place.replay and json.dumps(asdict(place.replay)),
     }
     return {name: str(value) for name, value in values.items() if value is not None}
 

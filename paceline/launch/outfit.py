@@ -34,7 +34,13 @@ class Outfit:
                 "MASTER_PORT": self.port,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the supervisor's: rank 0 must not open one
             }
-        return self._environment(world, self.place and replace(self.place, incarnation=incarnation))
+        return self._environment(world, self.place and self._place_of_worker(self.place, incarnation))
+
+    @staticmethod
+    def _place_of_worker(place: ServerPlace, incarnation: int) -> ServerPlace:
+        # In a replay parameters are sent, since what is read from shared memory depends on when.
+        memory = place.memory_fd if place.replay is None else None
+        return replace(place, incarnation=incarnation, memory_fd=memory, replay=None)
 
     def server(self, *, bind: str | None = None, incarnation: int = 0) -> dict[str, str]:
         """The environment of the server: it is none of the workers, and has no rank."""

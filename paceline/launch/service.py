@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from paceline.errors import UsageError
 from paceline.launch.crew import Crew
 from paceline.launch.culprit import SERVER, Fault, Life, find_fault, find_kill
-from paceline.launch.environment import ServerPlace
+from paceline.launch.environment import ReplayOrder, ServerPlace
 from paceline.launch.outfit import Outfit
 
 _MOST_FRUITLESS = 10  # processes of one rank in a row that are killed before they join
@@ -33,6 +33,7 @@ class ServerOptions:
     join: str | None = None  # the address of a server elsewhere: start none here
     token: str | None = None  # by default a new one
     delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that 1 stands for
+    replay: ReplayOrder | None = None  # make a recorded run again
 
 
 _GONE = 64  # where in the memory each rank has a byte that says so
@@ -70,6 +71,7 @@ def open_place(options: ServerOptions) -> Iterator[ServerPlace]:
             memory_fd=memory,
             delay=options.delay,
             trusted=options.trusted,
+            replay=options.replay,
         )
     finally:
         if memory is not None:
@@ -136,7 +138,8 @@ class Service:
         life = life or Life(rank=SERVER)
         environment = self._outfit.server(bind=self._bind, incarnation=life.incarnation)
         prefix = "" if self._options.alone else "[server] "
-        self._crew.start(life, self._command, environment, descriptors=self._memory, prefix=prefix)
+        shell = () if self._options.replay is None else self._options.replay.shell or ()
+        self._crew.start(life, self._command, environment, descriptors=(*self._memory, *shell), prefix=prefix)
 
     def _start_worker(self, life: Life) -> None:
         environment = self._outfit.worker(life.rank, incarnation=life.incarnation)
@@ -153,7 +156,7 @@ class Service:
         if killed.rank == SERVER:
             self._replace_server(killed)
             return
-        if self._options.respawn and killed.exiting is None and not self._server_has_ended():
+        if self._comes_again(killed) and killed.exiting is None and not self._server_has_ended():
             fruitless = killed.fruitless + 1 if killed.sessions == 0 else 0
             if fruitless == _MOST_FRUITLESS:
                 killed.given_up = True
@@ -167,6 +170,11 @@ class Service:
             self._tell_of(killed, f"the run goes on with {left}")
         elif any(life.code == 0 for life in workers):
             self._tell_of(killed, "the others had ended")
+
+    def _comes_again(self, killed: Life) -> bool:
+        if self._options.replay is not None:
+            return killed.incarnation + 1 < self._options.replay.lives[killed.rank]
+        return self._options.respawn
 
     def _replace_server(self, killed: Life) -> None:
         """Start a server in the place of a killed one; it finds all in the memory that we hold."""

@@ -33,6 +33,7 @@ class Began(NamedTuple):
     """The server began, or began again, with the parameters of this version; whoever had joined is gone."""
 
     version: int
+    replaced: bool = False  # it took the place of one that was killed, and the workers are the same processes
 
 
 class Described(NamedTuple):
@@ -49,6 +50,7 @@ class Joined(NamedTuple):
     rank: int
     life: int
     at: float  # seconds since the server began
+    epoch: int = 0  # the first that is not done
 
 
 class Left(NamedTuple):
@@ -57,6 +59,7 @@ class Left(NamedTuple):
     rank: int
     dead: bool
     at: float
+    version: int = 0  # of the parameters that it had, if it said so
 
 
 class Asked(NamedTuple):
@@ -171,9 +174,9 @@ Record: TypeAlias = (
 )  # fmt: skip
 
 _FORMATS: dict[int, tuple[type[Record], struct.Struct]] = {
-    1: (Began, struct.Struct("<Q")),
-    2: (Joined, struct.Struct("<IId")),
-    3: (Left, struct.Struct("<I?d")),
+    1: (Began, struct.Struct("<Q?")),
+    2: (Joined, struct.Struct("<IIdQ")),
+    3: (Left, struct.Struct("<I?dQ")),
     4: (Asked, struct.Struct("<IqQ")),
     5: (Given, struct.Struct("<IQQ?qq")),
     6: (GivenMore, struct.Struct("<IQqq")),

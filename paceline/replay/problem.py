@@ -7,11 +7,7 @@ commit that they were part of.
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +21,7 @@ from paceline.policies.server import ServerPolicy
 from paceline.problems import Problem
 from paceline.record.fingerprints import checksum_of, hash_of, state_tensors
 from paceline.record.trace import Pushed
+from paceline.replay.outcome import Differs, Push, Replayed, same_bits
 from paceline.replay.plan import Plan, RecordedCommit
 from paceline.replay.worker import ComputedPush, ReplayWorker
 from paceline.server.gathering import MeanOfPushes, adopt, examine, publish
@@ -35,33 +32,6 @@ from paceline.training import TrainConfig, build_scheduler, make_model, served_p
 
 class ReplayError(PacelineError):
     """A run cannot be replayed here: something that its numbers depend on is not what it was."""
-
-
-class Differs(Exception):
-    """Bits differ; the text says which, for the first time."""
-
-
-class Push(NamedTuple):
-    """A push, to look at."""
-
-    worker: int
-    step: int
-    version: int  # of the parameters that it was computed from
-    loss: float
-    gradients: dict[str, Tensor]  # by the parameter's name; none for one that had no part in the loss
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """What a replay came to."""
-
-    version: int  # of the parameters now
-    commits: int
-    pushes: int
-    hashes: int  # compared
-    digest: str  # of the parameters and buffers now
-    difference: str | None  # the first, if bits differ; all that was before it is equal
-    whole: bool  # the trace has the run's end
 
 
 Tell = Callable[[int, int], None]
@@ -151,7 +121,7 @@ class ProblemReplay:
     def _compare(self, push: ComputedPush) -> None:
         told = push.recorded.told
         _, checksum = examine(self._layouts, push.gradients)
-        if not _same_bits(push.loss, told.loss) or checksum != told.checksum:
+        if not same_bits(push.loss, told.loss) or checksum != told.checksum:
             raise Differs(
                 f"{push.recorded}: loss {push.loss!r} and gradients with the checksum {checksum:016x}, where the run "
                 f"had {told.loss!r} and {told.checksum:016x}"
@@ -213,9 +183,3 @@ def _check_data(plan: Plan, batches: NumberedBatches) -> None:
                 f"the data is not that of the run: its first batch had the checksum {told.checksum:08x}, and has "
                 f"{checksum:08x} here; put the files back that it was made with, and the same order of samples"
             )
-
-
-def _same_bits(first: float, second: float) -> bool:
-    if math.isnan(first) and math.isnan(second):
-        return True
-    return struct.pack("<d", first) == struct.pack("<d", second)

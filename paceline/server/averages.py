@@ -23,15 +23,18 @@ class Ready(NamedTuple):
 
 
 @dataclass
-class _Average:
+class Average:
+    """The parts of one mean."""
+
     epoch: int
     parts: dict[int, tuple[float, tuple[float, ...]]] = field(default_factory=dict)  # rank -> weight, values
 
     def mean(self) -> tuple[float, ...]:
         """The mean of the parts by their weights; NaN if nobody has any."""
-        total = sum(weight for weight, _ in self.parts.values())
-        columns = zip(*(values for _, values in self.parts.values()), strict=True)
-        weights = [weight for weight, _ in self.parts.values()]
+        parts = [self.parts[rank] for rank in sorted(self.parts)]  # not as they came: that is another sum each time
+        weights = [weight for weight, _ in parts]
+        total = sum(weights)
+        columns = zip(*(values for _, values in parts), strict=True)
         return tuple(
             sum(weight * value for weight, value in zip(weights, column, strict=True) if weight) / total
             if total
@@ -48,7 +51,7 @@ class Averages:
     """
 
     def __init__(self) -> None:
-        self._under_way: dict[str, _Average] = {}
+        self._under_way: dict[str, Average] = {}
         self._told: dict[str, tuple[float, ...]] = {}
 
     def __bool__(self) -> bool:
@@ -59,7 +62,7 @@ class Averages:
         found = len(part.values)
         if found > MOST_VALUES or len(part.key) > _LONGEST_KEY:
             raise WireError(f"wanted at most {MOST_VALUES} values for a mean, found {found}: the mean has to fit too")
-        average = self._under_way.setdefault(part.key, _Average(part.epoch))
+        average = self._under_way.setdefault(part.key, Average(part.epoch))
         wanted = next((len(values) for _, values in average.parts.values()), found)
         if found != wanted:
             raise WireError(

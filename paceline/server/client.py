@@ -10,7 +10,6 @@ import socket as sockets
 import time
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 
 from paceline.errors import CommError
@@ -18,12 +17,12 @@ from paceline.server import messages as wire
 from paceline.server.channel import Sealing
 from paceline.server.gathering import fill_push, read_parameters
 from paceline.server.handshake import Opening
+from paceline.server.in_place import Gradients, Parameters
 from paceline.server.interrupt import StepCancelled
-from paceline.server.layout import ModelLayouts, memory_of
+from paceline.server.layout import ModelLayouts
 from paceline.server.lines import Line
-from paceline.server.memory import SharedMemory
+from paceline.server.memory import SharedMemory, is_over
 from paceline.server.pieces import Pieces
-from paceline.server.sockets import connect
 from paceline.server.wire import decode, encode
 
 logger = logging.getLogger("paceline")
@@ -70,6 +69,10 @@ class Client:
         self._memory_file = memory
         self._line: Line | None = None
         self._later: wire.Go | wire.Finished | None = None  # has come while a step was under way
+        if memory is None:
+            self._gradients, self._parameters = Gradients(self._layouts), Parameters(self._layouts)
+        self._aside = self._parameters.aside if memory is None else None
+        self._into = self._came = self._aside  # where parameters go that come now, and where the last ones are
         self._data: wire.Data | None = None  # for a server that has not heard of it
         self._step, self._doomed = -1, False
         self._asks = 0  # how often steps were asked for
@@ -97,6 +100,8 @@ class Client:
                 self._join()
                 return
             except _Lost:
+                if self._memory_file is not None and is_over(self._memory_file):
+                    raise CommError(f"worker {self.rank}: the server has ended, and the run with it") from None
                 if time.monotonic() > deadline:
                     raise CommError(complaint) from None
                 time.sleep(pause)
@@ -107,7 +112,7 @@ class Client:
         if self._line is not None:
             self._line.close()
         try:
-            self._line = line = Line(connect(self._address, _TIME_TO_CONNECT))
+            self._line = line = Line.to(self._address, _TIME_TO_CONNECT)
         except OSError:
             raise _Lost from None
         opening = Opening(self._token, self._sealing)
@@ -118,7 +123,6 @@ class Client:
                 raise _Lost
             self._watch_connection(line)
         line.channel = opening.finish(answer.head)
-        self._into: Pieces | None = None
         local = self._memory_file is not None
         model = tuple(wire.Described(*entry) for entry in ModelLayouts.describe(self._model))
         self._send(wire.Hello(self.rank, self.incarnation, os.getpid(), sockets.gethostname(), local, model))
@@ -126,25 +130,22 @@ class Client:
         if welcome.version < self.version:
             logger.warning("the server is back at version %d; this worker had %d", welcome.version, self.version)
         self.rank, self.incarnation, self.welcome = welcome.rank, welcome.incarnation, welcome
-        self._make_room(welcome)
+        self._make_room(welcome.slots)
         if self._data is not None:
             self._send(self._data)
 
-    def _make_room(self, welcome: wire.Welcome) -> None:
+    def _make_room(self, slots: int) -> None:
+        if self._memory_file is None:
+            return
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
-        if self._memory_file is not None:
-            self._memory = SharedMemory(self._memory_file, down=down, up=up, slots=welcome.slots)
-            self._gradients, self._parameters = self._memory.slot(self.rank), self._memory.down
-        else:
-            self._gradients, self._parameters = (torch.zeros(size, dtype=torch.uint8) for size in (up, down))
-            self._into = Pieces(memory_of(self._parameters))
-        self._gradient_views = self._layouts.up.views(self._gradients)
-        self._parameter_views = self._layouts.down.views(self._parameters)
+        self._memory = SharedMemory(self._memory_file, down=down, up=up, slots=slots)
+        self._gradient_views = self._layouts.up.views(self._memory.slot(self.rank))
+        self._parameter_views = self._layouts.down.views(self._memory.down)
 
     def leave(self, *, failed: bool) -> None:
         """Tell the server that this worker has ended, and close."""
         if not self._closed:
-            self._send(wire.Leave(failed))
+            self._send(wire.Leave(failed, self.version))
             self.close(_TIME_FOR_LAST_WORDS)
 
     def close(self, linger: float = 0.0) -> None:
@@ -178,7 +179,7 @@ class Client:
             if self._must_ask:
                 self.ask(epochs)
             try:
-                answer = self._later or cast(wire.Go | wire.Finished, self._wait_for(wire.Go, wire.Finished))
+                answer = self._later or self._wait_for_step()
                 break
             except _JoinedAgain:
                 continue
@@ -191,10 +192,20 @@ class Client:
             self._read(answer.version)
         return answer._replace(version=self.version)
 
+    def _wait_for_step(self) -> wire.Go | wire.Finished:
+        """Nothing is under way: parameters may go where the model has them."""
+        if self._memory_file is None:
+            self._into = self._parameters.in_model()
+        try:
+            return cast(wire.Go | wire.Finished, self._wait_for(wire.Go, wire.Finished))
+        finally:
+            self._into = self._aside
+
     def _read(self, version: int) -> None:
         """Take the parameters: as they are now where they are shared, else as they came."""
         if self._memory_file is None:
-            read_parameters(self._layouts, self._parameter_views)
+            assert self._came is not None, "a step without its parameters"
+            self._parameters.take(self._came)
             self.version = version
             return
         with self._memory.reading():
@@ -230,10 +241,14 @@ class Client:
 
     def push(self, *, examples: int, loss: float | None, seconds: float) -> None:
         """Push the gradients that lie in the model, and its buffers."""
-        used = fill_push(self._layouts, self._gradient_views)
+        tensors = None
+        if self._memory_file is None:
+            tensors, used = self._gradients.pieces()
+        else:
+            used = fill_push(self._layouts, self._gradient_views)
         no_loss = float("nan")
         message = wire.Push(self._step, self.version, examples, no_loss if loss is None else loss, seconds, used)
-        self._send(message, None if self._memory_file is not None else Pieces(memory_of(self._gradients)))
+        self._send(message, tensors)
 
     def skip(self) -> None:
         """Give the step up and count its batch as used; another step comes."""
@@ -314,6 +329,8 @@ class Client:
         assert self._line is not None
         while (received := self._line.receive(self._into)) is not None:
             message = decode(received.head)
+            if received.tensors is not None:
+                self._came = received.tensors
             match message:
                 case wire.Alive():
                     continue
@@ -321,9 +338,13 @@ class Client:
                     logger.warning("%s", message.reason)
                 case wire.Refused():
                     raise CommError(f"the server refused worker {self.rank}: {message.reason}")
+                case wire.Over():
+                    raise SystemExit(0)
                 case wire.Unknown():
                     raise _Lost  # it has taken us for dead
                 case wire.Go() | wire.Finished() if message.ask != self._asks:
+                    if received.tensors not in (None, self._aside):
+                        self._read(message.version)  # the model has its parameters already
                     continue  # it was on its way when we asked anew
                 case _:
                     return message

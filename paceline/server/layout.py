@@ -20,14 +20,14 @@ class Layout:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        self._offsets = [0] * len(tensors)
+        self.offsets = [0] * len(tensors)  # first byte of each
         self.spans: list[tuple[torch.dtype, int, int]] = []  # first and last byte of each dtype's stretch
         self.nbytes = 0
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             start = self.nbytes
             for place, tensor in enumerate(tensors):
                 if tensor.dtype == dtype:
-                    self._offsets[place] = self.nbytes
+                    self.offsets[place] = self.nbytes
                     self.nbytes += -(-tensor.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             self.spans.append((dtype, start, self.nbytes))
 
@@ -35,7 +35,7 @@ class Layout:
         """The tensors in ``memory``, which is of bytes."""
         return [
             memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for (shape, dtype), offset in zip(self._shapes, self._offsets, strict=True)
+            for (shape, dtype), offset in zip(self._shapes, self.offsets, strict=True)
         ]
 
     def flat(self, memory: Tensor) -> list[Tensor]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from paceline.errors import WireError
 from paceline.server.channel import CHUNK, MAX_FRAME, Channel, Received
 from paceline.server.pieces import Pieces
-from paceline.server.sockets import Silence, is_tcp, prepare
+from paceline.server.sockets import Silence, connect, is_tcp, prepare
 
 MAX_FIRST = 512  # bytes of a message before the token is proved
 LENGTHS = struct.Struct("<II")
@@ -84,6 +84,16 @@ class Line:
         self._waiting_bytes = 0  # of heads, since nothing last waited
         self._took_at = 0.0
         self._deaf = False  # the other end takes nothing any more
+
+    @classmethod
+    def to(cls, address: str, seconds: float) -> Line:
+        """Connect to a server; raise ``OSError`` if it is not there, or not within so long."""
+        connection = connect(address, seconds)
+        try:
+            return cls(connection)
+        except OSError:
+            connection.close()
+            raise
 
     def fileno(self) -> int:
         return self._socket.fileno()

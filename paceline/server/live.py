@@ -125,7 +125,7 @@ class LiveServer:
         self._start_epoch = queue.epoch
         self._saves: list[tuple[Peer, str]] = []
         self._left_at: float | None = None  # when a worker last left because it was done
-        self._trace(traced.Began(version))
+        self._trace(traced.Began(version, found is not None))
         if found is None:
             self._vault.begin(version, self._note())
 
@@ -212,7 +212,7 @@ class LiveServer:
                 if not message.failed:
                     self._left_at = self._now()
                 self._listener.forget(member.peer)
-                self._leave(member, dead=False)
+                self._leave(member, dead=False, version=message.version)
             case wire.Alive():
                 pass
             case _:
@@ -242,7 +242,7 @@ class LiveServer:
             member.first_epoch = self._queue.epoch
         self._members[rank] = self._by_peer[peer] = member
         self._enter(member)
-        self._trace(traced.Joined(rank, member.life, self._now()))
+        self._trace(traced.Joined(rank, member.life, self._now(), self._queue.epoch))
         peer.send(
             wire.Welcome(
                 rank=rank,
@@ -276,10 +276,10 @@ class LiveServer:
         member.life = self._lives[member.rank] = self._lives.get(member.rank, -1) + 1
         self._do(self._policy.joined(self._state, member.rank, member.life, self._now()))
 
-    def _leave(self, member: Member, *, dead: bool = True) -> None:
+    def _leave(self, member: Member, *, dead: bool = True, version: int = 0) -> None:
         if self._members.get(member.rank) is not member:
             return
-        self._trace(traced.Left(member.rank, dead, self._now()))
+        self._trace(traced.Left(member.rank, dead, self._now(), version))
         del self._members[member.rank], self._by_peer[member.peer]
         self._queue.give_back(member.rank)
         if not member.idle:

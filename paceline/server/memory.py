@@ -19,8 +19,19 @@ from torch import Tensor
 
 from paceline.errors import CommError
 
-HEAD = 1 << 16  # the version, and from byte 64 on what the supervisor notes; the parameters come behind it
+_OVER = 56  # where in the head a byte says that the server has ended
+HEAD = 1 << 16  # the version, that, and from byte 64 on what the supervisor notes; the parameters come behind it
 _PATIENCE = 0.00005  # seconds between two looks at a lock
+
+
+def mark_over(file: int) -> None:
+    """Write into the file that the server has ended, and no other will come."""
+    os.pwrite(file, b"\1", _OVER)
+
+
+def is_over(file: int) -> bool:
+    """Whether that is written there."""
+    return os.pread(file, 1, _OVER) == b"\1"
 
 
 class SharedMemory:

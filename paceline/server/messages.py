@@ -102,6 +102,7 @@ class Leave(NamedTuple):
     """Worker: I have ended."""
 
     failed: bool
+    version: Count = 0  # of the parameters that it has
 
 
 class Welcome(NamedTuple):
@@ -166,6 +167,10 @@ class Unknown(NamedTuple):
     """Server: you take no part (any more); say Hello again."""
 
 
+class Over(NamedTuple):
+    """Server: the run ends here, in the middle; end the script."""
+
+
 class Refused(NamedTuple):
     """Server: what you asked or sent is not accepted."""
 
@@ -174,7 +179,7 @@ class Refused(NamedTuple):
 
 Message: TypeAlias = (
     Hello | Data | Ask | Push | Skip | More | Mean | Save | Record | Alive | Leave
-    | Welcome | Go | Batch | Finished | Averaged | Saved | Warned | Unknown | Refused
+    | Welcome | Go | Batch | Finished | Averaged | Saved | Warned | Unknown | Refused | Over
 )  # fmt: skip
 
 KINDS: dict[int, type[Message]] = {
@@ -198,4 +203,5 @@ KINDS: dict[int, type[Message]] = {
     38: Refused,
     39: Warned,
     40: Unknown,
+    41: Over,
 }

@@ -30,20 +30,30 @@ def connect(address: str, seconds: float) -> socket.socket:
 def listen(address: str) -> socket.socket:
     """Listen at an address, of which port 0 is any that is free."""
     try:
-        if address.startswith("ipc://"):
-            door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            door.bind(_abstract_name(address))
-            door.listen(_BACKLOG)
-        else:
-            host, port = _host_and_port(address)
-            host = "0.0.0.0" if host == "*" else host
-            family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
-            door = socket.create_server(place[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        door = _listen_here(address) if address.startswith("ipc://") else _listen_to_all(address)
     except (OSError, OverflowError) as error:
         raise CommError(f"the server cannot listen at {address}: {error}; choose another address") from error
     door.setblocking(False)
     return door
+
+
+def _listen_here(address: str) -> socket.socket:
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        door.bind(_abstract_name(address))
+    except OSError:
+        door.close()
+        raise
+    door.listen(_BACKLOG)
+    return door
+
+
+def _listen_to_all(address: str) -> socket.socket:
+    host, port = _host_and_port(address)
+    host = "0.0.0.0" if host == "*" else host
+    family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server((str(place[0]), port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
 def address_of(door: socket.socket) -> str:
@@ -73,6 +83,16 @@ def prepare(connection: socket.socket) -> None:
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):  # on other systems than Linux some are missing
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_CONGESTION") and connection.getsockname()[0] == connection.getpeername()[0]:
+        _do_not_pace(connection)
+
+
+def _do_not_pace(connection: socket.socket) -> None:
+    """Inside one host nothing is congested: BBR, the choice of many systems, only loses time there by its pauses."""
+    for control in (b"cubic", b"reno"):  # the second is there for everybody
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control)
+            return
 
 
 class Silence:

@@ -1,0 +1,78 @@
+"""Replay a user's script: its workers are started again, and the server has them do what they did."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.environment import ReplayOrder
+from paceline.launch.service import ServerOptions
+from paceline.launch.supervisor import supervise
+from paceline.record.trace import Began, Committed, Joined, Left, Trace
+from paceline.replay.outcome import Replayed
+
+
+def replay_script(run: Path, trace: Trace, *, until: int | None, shell: bool) -> Replayed:
+    """Start the script of a run again on as many workers, and give what the server of the replay reports."""
+    command, about = trace.about.get("command"), trace.about
+    if not command:
+        raise UsageError(f"{run} was not made by paceline run: its trace does not say what command to start again")
+    last = max((record.version for record in trace if isinstance(record, Committed)), default=0)
+    if until is not None and not 0 <= until <= last:
+        raise UsageError(f"the run has the versions 0 to {last}, and no version {until}")
+    lives = _lives(trace, about["world_size"])
+    told: list[dict[str, Any]] = []
+
+    def hear(rank: int, report: dict[str, Any]) -> None:
+        if report["event"] == "replayed":
+            told.append(report["result"])
+
+    with contextlib.ExitStack() as stack:
+        descriptors = stack.enter_context(_own_terminal()) if shell else None
+        order = ReplayOrder(trace=str((run / "trace.bin").absolute()), until=until, shell=descriptors, lives=lives)
+        directory = Path(about["directory"])
+        stack.enter_context(contextlib.chdir(directory) if directory.is_dir() else contextlib.nullcontext())
+        code = supervise(
+            command,
+            workers=len(lives),
+            policy=about["policy"],
+            environment={**os.environ, "OMP_NUM_THREADS": str(about["threads"])},
+            on_report=hear,
+            server=ServerOptions(needed=True, replay=order),
+        )
+    if not told:
+        raise PacelineError(f"the replay of {run} ended with code {code} before its end; see above for the reason")
+    return Replayed(**told[0])
+
+
+def _lives(trace: Trace, workers: int) -> tuple[int, ...]:
+    """How many processes each rank had: one that came back from the dead was another, and a resumed run has others."""
+    lives = dict.fromkeys(range(workers), 0)
+    known: set[int] = set()  # the ranks whose process lives
+    for record in trace:
+        match record:
+            case Joined() if record.rank not in known:
+                lives[record.rank] = lives.get(record.rank, 0) + 1
+                known.add(record.rank)
+            case Left(dead=True):
+                known.discard(record.rank)
+            case Began(replaced=False):
+                known.clear()
+            case _:
+                pass
+    return tuple(max(1, lives.get(rank, 1)) for rank in range(max(lives) + 1))
+
+
+@contextlib.contextmanager
+def _own_terminal() -> Iterator[tuple[int, int]]:
+    """Our own input and output, for another process."""
+    reading, writing = os.dup(0), os.dup(1)
+    try:
+        yield reading, writing
+    finally:
+        os.close(reading)
+        os.close(writing)

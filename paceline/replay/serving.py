@@ -1,0 +1,393 @@
+"""The server of a replay: workers run the same script, and get and give everything in the recorded order."""
+
+from __future__ import annotations
+
+import code
+import contextlib
+import os
+import signal
+import time
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+
+from paceline.errors import UsageError, WireError
+from paceline.launch.environment import ReplayOrder, ServerPlace
+from paceline.launch.reports import report
+from paceline.record import trace as traced
+from paceline.record.fingerprints import hash_of, state_tensors
+from paceline.replay.outcome import Differs, Push, Replayed, same_bits
+from paceline.replay.reads import Read, read_versions
+from paceline.server import messages as wire
+from paceline.server.averages import Average
+from paceline.server.gathering import MeanOfPushes, adopt, examine, publish
+from paceline.server.layout import Laid, ModelLayouts, memory_of
+from paceline.server.listening import Ended, Listener, Peer
+from paceline.server.pieces import Pieces
+from paceline.trainee import Trainee
+
+_PATIENCE = 300.0  # seconds that a worker may take for a step
+_TIME_TO_LEAVE = 5.0  # for the workers, when the replay ends before they do
+_TICK = 0.2
+
+M = TypeVar("M", bound=wire.Message)
+
+
+def serve_replay(trainee: Trainee, place: ServerPlace, order: ReplayOrder) -> NoReturn:
+    """Be the server of a replay, tell the supervisor what it came to, and end the script."""
+    listener = Listener(bytes.fromhex(place.token))
+    listener.bind(place.address)
+    try:
+        server = ReplayServer(trainee, traced.Trace(Path(order.trace)), listener)
+        replayed = server.run(order.until)
+        report("replayed", result=asdict(replayed))
+        if order.shell is not None and replayed.difference is None:
+            server.open_shell(*order.shell)
+        server.dismiss()
+    finally:
+        listener.close()
+    raise SystemExit(0)
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    """A worker that has joined."""
+
+    peer: Peer
+    process: int
+    room: Laid  # where its pushes come
+    ask: int = 0
+    said: deque[wire.Message] = field(default_factory=deque)  # and not taken up yet
+    gone: bool = False
+
+
+class ReplayServer:
+    """Does what a trace tells, record by record; each waits for the message that it was the answer to."""
+
+    def __init__(self, trainee: Trainee, trace: traced.Trace, listener: Listener) -> None:
+        self._trainee, self._listener = replace(trainee, scaler=None), listener
+        self._about, self._records = trace.about, list(trace)
+        self._reads = read_versions(self._records)
+        self._model = ModelLayouts.describe(trainee.model)
+        self._layouts = ModelLayouts(trainee.model)
+        self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
+        adopt(self._layouts, self._memory)
+        self._gathered = MeanOfPushes(self._layouts)
+        self._calls: dict[int, deque[tuple[Peer, wire.Hello]]] = defaultdict(deque)  # of those who want to join
+        self._workers: dict[int, _Worker] = {}
+        self._ranks: dict[Peer, int] = {}
+        self._later: dict[int, list[Callable[[], None]]] = defaultdict(list)  # to be done at a version
+        self._averaged: dict[int, dict[int, wire.Mean]] = defaultdict(dict)  # means under way: parts by rank
+        self._pushes: list[Push] = []  # since the last commit; of the last one when there is none
+        self._committed = True
+        self._counts = {"commits": 0, "pushes": 0, "hashes": 0}
+        self._version = 0
+
+    def run(self, until: int | None) -> Replayed:
+        """Replay up to version ``until``, or to the end, or to where bits differ."""
+        difference, whole = None, False
+        try:
+            self._check_start()
+            for place, record in enumerate(self._records):
+                if until is not None and self._version >= until and isinstance(record, traced.Given):
+                    break
+                self._do(place, record)
+                whole = isinstance(record, traced.Ended)
+        except Differs as differs:
+            difference = str(differs)
+        digest = hash_of(state_tensors(self._trainee.model)).hex()
+        return Replayed(version=self._version, **self._counts, digest=digest, difference=difference, whole=whole)
+
+    def open_shell(self, reading: int, writing: int) -> None:
+        """Let somebody look at the parameters as they are, and at what the last commit was made of."""
+        names = {
+            "model": self._trainee.model,
+            "optimizer": self._trainee.optimizers[0],
+            "version": self._version,
+            "pushes": self._pushes,
+        }
+        banner = f"version {self._version}: {', '.join(names)}; a push has {', '.join(Push._fields)}"
+        with (
+            os.fdopen(reading) as told,
+            os.fdopen(writing, "w") as screen,
+            contextlib.redirect_stdout(screen),
+            contextlib.redirect_stderr(screen),
+        ):
+            _interact(banner, names, told, screen)
+
+    def dismiss(self) -> None:
+        """Have the workers end that are still there."""
+        peers = [worker.peer for worker in self._workers.values()]
+        peers += [peer for calls in self._calls.values() for peer, _ in calls]
+        for peer in peers:
+            peer.send(wire.Over())
+        deadline = time.monotonic() + _TIME_TO_LEAVE
+        while time.monotonic() < deadline and not all(worker.gone for worker in self._workers.values()):
+            self._hear()
+            for worker in self._workers.values():
+                worker.gone = worker.gone or any(isinstance(message, wire.Leave) for message in worker.said)
+
+    def _check_start(self) -> None:
+        first = self._records[0] if self._records else None
+        if not isinstance(first, traced.Began) or first.version:
+            raise UsageError(
+                "the trace begins in the middle of a run; only one recorded from its first step is replayed"
+            )
+
+    # Records -----------------------------------------------------------------------------------------------------
+
+    def _do(self, place: int, record: traced.Record) -> None:
+        match record:
+            case traced.Began():
+                self._begin(record, first=place == 0)
+            case traced.Joined():
+                self._let_in(record)
+            case traced.Asked():
+                asked = self._take(record.rank, wire.Ask)
+                if asked.epochs != record.epochs:
+                    raise self._other(record.rank, f"asked for epochs below {asked.epochs}, and not {record.epochs}")
+                self._workers[record.rank].ask = asked.number
+            case traced.Given():
+                self._give(record, self._reads[place])
+            case traced.GivenMore():
+                self._take(record.rank, wire.More)
+                self._workers[record.rank].peer.send(wire.Batch(record.step, record.epoch, record.batch))
+            case traced.Pushed():
+                self._take_push(record)
+            case traced.Late():
+                self._take(record.rank, wire.Push)
+            case traced.NotFinite():
+                self._take(record.rank, wire.Push)
+                self._warn(record)
+            case traced.Skipped():
+                self._take(record.rank, wire.Skip)
+            case traced.Committed():
+                self._commit(record)
+            case traced.Finished():
+                self._finish(record, self._reads[place])
+            case traced.Averaged():
+                self._average(place, record)
+            case traced.Left():
+                self._let_go(record)
+            case traced.Hashed():
+                self._compare_hash(record)
+            case _:
+                pass
+
+    def _begin(self, record: traced.Began, *, first: bool) -> None:
+        """The server began; one that took another's place met the same workers, a resumed one new ones."""
+        if not first:
+            for worker in self._workers.values():
+                if not record.replaced:
+                    _kill(worker.process)
+                self._listener.forget(worker.peer)
+            self._workers, self._ranks = {}, {}
+            self._later.clear()
+            self._gathered = MeanOfPushes(self._layouts)
+
+    def _let_in(self, record: traced.Joined) -> None:
+        calls = self._calls[record.rank]
+        self._wait(lambda: bool(calls), f"worker {record.rank} to join")
+        peer, hello = calls.popleft()
+        if tuple(tuple(entry) for entry in hello.model) != self._model:
+            raise UsageError(f"worker {record.rank} has another model than the server; is the script the same?")
+        room = Laid(self._layouts.up, torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8))
+        peer.tensors = Pieces(memory_of(room.memory))
+        self._workers[record.rank] = _Worker(peer=peer, process=hello.pid, room=room)
+        self._ranks[peer] = record.rank
+        peer.send(
+            wire.Welcome(
+                rank=record.rank,
+                world_size=self._about["world_size"],
+                seed=self._about["seed"],
+                version=self._version,
+                incarnation=record.life,
+                slots=self._about["world_size"],
+                epoch=record.epoch,
+            )
+        )
+
+    def _give(self, record: traced.Given, read: Read) -> None:
+        """Give a step, when the parameters are those that its worker read then."""
+        worker = self._workers[record.rank]
+        if read.lost:
+            return  # it died before it came to anything
+        if read.after_push:  # which came too late; the worker must not hear of the next step before
+            self._wait(lambda: any(isinstance(said, wire.Push) for said in worker.said), f"{record.rank}'s late push")
+        go = wire.Go(record.step, record.version, record.fresh, record.epoch, record.batch, worker.ask)
+        if read.doomed:
+            worker.peer.send(go._replace(doomed=True, fresh=False))
+        elif not record.fresh:
+            worker.peer.send(go)
+        else:
+            at = max(record.version, read.version)
+            self._at(at, lambda: worker.peer.send(go._replace(version=at), memory_of(self._memory)))
+
+    def _finish(self, record: traced.Finished, read: Read) -> None:
+        worker, at = self._workers[record.rank], max(record.version, read.version)
+        self._at(at, lambda: worker.peer.send(wire.Finished(at, worker.ask), memory_of(self._memory)))
+
+    def _at(self, version: int, act: Callable[[], None]) -> None:
+        act() if version <= self._version else self._later[version].append(act)
+
+    def _take_push(self, record: traced.Pushed) -> None:
+        push = self._take(record.rank, wire.Push)
+        worker = self._workers[record.rank]
+        amiss, checksum = examine(self._layouts, worker.room)
+        where = f"worker {record.rank}, step {record.step}, on version {record.version}"
+        if (push.step, push.version) != (record.step, record.version):
+            raise Differs(f"{where}: it pushed step {push.step} on version {push.version}")
+        if amiss is not None or checksum != record.checksum or not same_bits(push.loss, record.loss):
+            raise Differs(
+                f"{where}: loss {push.loss!r} and gradients with the checksum {checksum:016x}, where the run had "
+                f"{record.loss!r} and {record.checksum:016x}"
+            )
+        self._gathered.add(worker.room, push.examples, push.used)
+        self._keep(record, push, worker.room)
+        self._counts["pushes"] += 1
+
+    def _keep(self, record: traced.Pushed, push: wire.Push, room: Laid) -> None:
+        """Remember a push for whoever wants to look at the commit that it is part of."""
+        if self._committed:
+            self._pushes, self._committed = [], False
+        used = int.from_bytes(push.used, "little")
+        named = zip(self._layouts.trained_names, room.views, strict=False)
+        gradients = {name: view.clone() for place, (name, view) in enumerate(named) if used >> place & 1}
+        self._pushes.append(Push(record.rank, record.step, record.version, push.loss, gradients))
+
+    def _warn(self, record: traced.NotFinite) -> None:
+        worker = self._workers[record.rank]
+        amiss, _ = examine(self._layouts, worker.room)
+        if amiss is None:
+            raise Differs(f"worker {record.rank}, step {record.step}: its gradients are finite, where they were not")
+        worker.peer.send(wire.Warned(f"step {record.step}: the gradient of {amiss} is not finite; it is left out"))
+
+    def _commit(self, record: traced.Committed) -> None:
+        self._listener.keep_what_waits()
+        with torch.no_grad():
+            self._gathered.put()
+        self._trainee.update()
+        publish(self._layouts, self._memory)
+        self._trainee.clear_gradients()
+        self._version, self._committed = record.version, True
+        self._counts["commits"] += 1
+        for act in self._later.pop(self._version, ()):
+            act()
+
+    def _average(self, place: int, record: traced.Averaged) -> None:
+        """Answer a mean when all have told their parts who were told it together."""
+        if record.rank not in self._averaged[record.key]:
+            together = []
+            for other in self._records[place:]:
+                if not (isinstance(other, traced.Averaged) and other.key == record.key):
+                    break
+                together.append(other.rank)
+            self._averaged[record.key] = {rank: self._take(rank, wire.Mean) for rank in together}
+        parts = self._averaged[record.key]
+        own = parts[record.rank]
+        if zlib.crc32(own.key.encode()) != record.key:
+            raise self._other(record.rank, f"asked for the mean {own.key!r}, and not for the one that it had")
+        average = Average(own.epoch, {rank: (part.weight, part.values) for rank, part in parts.items()})
+        self._workers[record.rank].peer.send(wire.Averaged(own.key, average.mean()))
+        if record.rank == list(parts)[-1]:
+            del self._averaged[record.key]
+
+    def _let_go(self, record: traced.Left) -> None:
+        worker = self._workers[record.rank]
+        if record.dead:
+            _kill(worker.process)
+        else:
+            self._take(record.rank, wire.Leave)
+        del self._workers[record.rank], self._ranks[worker.peer]
+        self._listener.forget(worker.peer)
+
+    def _compare_hash(self, record: traced.Hashed) -> None:
+        digest = hash_of(state_tensors(self._trainee.model))
+        if digest != record.digest:
+            raise Differs(
+                f"version {self._version}: the parameters and buffers have the hash {digest.hex()}, where the run had "
+                f"{record.digest.hex()}; all pushes before are equal"
+            )
+        self._counts["hashes"] += 1
+
+    # Messages ----------------------------------------------------------------------------------------------------
+
+    def _take(self, rank: int, kind: type[M]) -> M:
+        """The next message of a worker, which is to be of this kind."""
+        worker = self._workers[rank]
+        self._wait(lambda: bool(worker.said) or worker.gone, f"worker {rank}'s {kind.__name__}")
+        if not worker.said:
+            raise self._other(rank, f"ended where it had a {kind.__name__}")
+        message = worker.said.popleft()
+        if not isinstance(message, kind):
+            raise self._other(rank, f"sent {message} where it had a {kind.__name__}")
+        return cast(M, message)
+
+    def _other(self, rank: int, what: str) -> Differs:
+        return Differs(
+            f"worker {rank}, after version {self._version}: it {what}; does the script depend on something that is not "
+            "replayed, such as the time?"
+        )
+
+    def _wait(self, happened: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + _PATIENCE
+        while not happened():
+            self._hear()
+            if time.monotonic() > deadline:
+                raise Differs(f"after version {self._version}: waited {_PATIENCE:.0f} s for {what}")
+
+    def _hear(self) -> None:
+        for peer, heard in self._listener.hear(_TICK):
+            if isinstance(heard, WireError):
+                raise heard
+            if isinstance(heard, wire.Hello):
+                self._calls[heard.rank].append((peer, heard))
+            elif (rank := self._ranks.get(peer)) is not None:
+                self._take_in(self._workers[rank], heard)
+
+    def _take_in(self, worker: _Worker, heard: wire.Message | Ended) -> None:
+        match heard:
+            case Ended():
+                worker.gone = True
+            case wire.Save():
+                worker.peer.send(wire.Saved(heard.path))
+            case wire.Data():
+                self._compare_data(heard)
+            case wire.Record() | wire.Alive():
+                pass
+            case _:
+                worker.said.append(heard)
+
+    def _compare_data(self, found: wire.Data) -> None:
+        told = [record for record in self._records if isinstance(record, traced.Described)]
+        sizes = {(record.num_samples, record.batch_size) for record in told}
+        sums = {record.checksum for record in told if record.checksum}
+        if (found.num_samples, found.batch_size) not in sizes or (found.checksum and found.checksum not in sums):
+            raise Differs(
+                f"the data is other data: {found.num_samples} samples in batches of {found.batch_size} with the "
+                f"checksum {found.checksum}, where the run had {sorted(sizes)} and {sorted(sums)}"
+            )
+
+
+def _kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+def _interact(banner: str, names: dict[str, Any], told: Any, screen: Any) -> None:
+    """A Python shell on files that are not this process's own."""
+
+    def ask(prompt: str = "") -> str:
+        screen.write(prompt)
+        screen.flush()
+        line = told.readline()
+        if not line:
+            raise EOFError
+        return str(line.rstrip("\n"))
+
+    code.interact(banner, readfunc=ask, local=names, exitmsg="")

@@ -1,0 +1,106 @@
+"""Tensors that travel from and to where they lie: the same bytes as through memory of one's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from paceline.server.gathering import fill_push
+from paceline.server.in_place import Gradients, Parameters
+from paceline.server.layout import ModelLayouts, memory_of
+from paceline.server.pieces import Pieces
+
+SIZES = (0, 1, 5, 16, 1000, 20_000, 40_001)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+
+
+class Mixed(nn.Module):
+    """Parameters of any size and dtype, and a buffer or two."""
+
+    def __init__(self, entries: list[tuple[int, torch.dtype, bool]]) -> None:
+        super().__init__()
+        for place, (size, dtype, trained) in enumerate(entries):
+            self.register_parameter(f"p{place}", nn.Parameter(numbers(size, dtype), requires_grad=trained))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mean", numbers(30_000, torch.float32))
+
+
+def numbers(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(size, dtype=torch.float32).to(dtype)
+
+
+entries = st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(DTYPES), st.booleans()), max_size=6)
+
+
+def bytes_of(pieces: Pieces) -> bytes:
+    return b"".join(pieces.between(0, pieces.nbytes))
+
+
+@settings(max_examples=40)
+@given(entries=entries, data=st.data())
+def test_a_push_has_the_bytes_of_a_copy(entries: list[tuple[int, torch.dtype, bool]], data: st.DataObject) -> None:
+    model = Mixed(entries)
+    for parameter in model.parameters():
+        kind = data.draw(st.sampled_from(["none", "dense", "strided", "conjugate"])) if parameter.requires_grad else ""
+        if kind == "dense":
+            parameter.grad = numbers(parameter.numel(), parameter.dtype)
+        elif kind == "strided":
+            parameter.grad = numbers(2 * parameter.numel(), parameter.dtype)[::2]
+        elif kind == "conjugate" and parameter.is_complex():
+            parameter.grad = numbers(parameter.numel(), parameter.dtype).mul(1j).conj()
+    layouts = ModelLayouts(model)
+    gradients = Gradients(layouts)
+    copied = torch.zeros(layouts.up.nbytes, dtype=torch.uint8)
+    for _ in range(2):
+        used = fill_push(layouts, layouts.up.views(copied))
+        pieces, told = gradients.pieces()
+        assert told == used
+        assert bytes_of(pieces) == bytes(memory_of(copied))
+        model.zero_grad()
+
+
+def test_a_sparse_gradient() -> None:
+    model = nn.Embedding(5000, 8, sparse=True)
+    model(torch.tensor([3, 3, 4000])).sum().backward()
+    layouts = ModelLayouts(model)
+    pieces, _ = Gradients(layouts).pieces()
+    assert model.weight.grad is not None
+    assert bytes_of(pieces) == bytes(memory_of(model.weight.grad.to_dense().view(-1).view(torch.uint8)))
+
+
+@pytest.mark.parametrize("in_model", [False, True])
+@settings(max_examples=30)
+@given(entries=entries)
+def test_parameters_arrive_in_the_model(in_model: bool, entries: list[tuple[int, torch.dtype, bool]]) -> None:
+    model, other = Mixed(entries), Mixed(entries)
+    layouts = ModelLayouts(model)
+    sent = torch.zeros(layouts.down.nbytes, dtype=torch.uint8)
+    for view, tensor in zip(layouts.down.views(sent), [*other.parameters(), *other.buffers()], strict=True):
+        view.copy_(tensor.detach())
+    parameters = Parameters(layouts)
+    before = [parameter._version for parameter in model.parameters()]
+    into = parameters.in_model() if in_model else parameters.aside
+    start = 0
+    for place in into.between(0, into.nbytes):
+        place[:] = memory_of(sent)[start : start + len(place)]
+        start += len(place)
+    parameters.take(into)
+    for tensor, wanted in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(tensor, wanted)
+    assert all(parameter._version > old for parameter, old in zip(model.parameters(), before, strict=True))
+
+
+def test_only_what_lies_aside_is_untouched_until_it_is_taken() -> None:
+    model = Mixed([(20_000, torch.float32, True)])
+    parameters = Parameters(ModelLayouts(model))
+    (weight, *_) = model.parameters()
+    before = weight.detach().clone()
+    for place in parameters.aside.between(0, parameters.aside.nbytes):
+        place[:] = bytes(len(place))
+    assert torch.equal(weight, before)
+    for place in parameters.in_model().between(0, 80_000):
+        place[:] = bytes(len(place))
+    assert not weight.any()

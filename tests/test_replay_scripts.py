@@ -1,0 +1,122 @@
+"""Replays of users' scripts: the same workers again, in the recorded order, to the same bits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import DEADLINE, ENVIRONMENT, finished
+
+from paceline.record.trace import Asked, Began, Cancelled, Given, Joined, Late, Left, Pushed, Record
+from paceline.replay.reads import Read, read_versions
+
+SCRIPT = """
+import os, random, sys, time, torch, paceline
+from torch import nn
+torch.manual_seed(0)
+inputs = torch.randn(160, 8)
+data = torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 0).long())
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 2))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
+cancelled, loss, told = 0, torch.zeros(()), torch.zeros(())
+with paceline.join(model, optimizer, scheduler=scheduler, run="run", save_every=10) as session:
+    for epoch in session.epochs(2):
+        for batch, targets in session.batches(data, batch_size=8):
+            with session.step() as step:
+                loss = nn.functional.cross_entropy(model(batch), targets) * random.random()
+                if "clock" in sys.argv and session.steps == 7:
+                    loss = loss * (time.time() % 7)
+                step.record(loss=loss)
+                loss.backward()
+            cancelled += step.cancelled
+            if os.environ.get("DIE") and session.rank == 1 and session.steps > 5 and not os.path.exists("died"):
+                open("died", "w").close()
+                os.kill(os.getpid(), 9)
+        told = session.mean(epoch + float(loss.detach()))
+    print(session.rank, session.steps, cancelled, float(told))
+"""
+
+
+def record(policy: str, *arguments: str, **variables: str) -> list[str]:
+    """Run the script on three workers, and give what they print."""
+    Path("script.py").write_text(SCRIPT)
+    options = ["--workers", "3", "--respawn", "--policy", policy, "--delay", "exp(1)", "--delay-unit", "2ms"]
+    ran = finished(["run", *options, "script.py", *arguments], **variables)
+    assert ran.returncode == 0, ran.stderr
+    return sorted(ran.stdout.splitlines())
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("policy", "dies"), [("k-batch-sync(k=2)", ""), ("async", "1")])
+def test_a_script_replays_to_the_last_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, dies: str
+) -> None:
+    """What the script prints is the same too: cancelled steps are cancelled again, and means are the same."""
+    monkeypatch.chdir(tmp_path)
+    printed = record(policy, DIE=dies)
+    monkeypatch.chdir(tmp_path.parent)
+    again = finished(["replay", str(tmp_path / "run")])
+    assert again.returncode == 0, again.stderr
+    *lines, verdict = sorted(again.stdout.splitlines(), key=lambda line: "equal" in line)
+    assert sorted(lines) == printed
+    assert "40 pushes" in verdict and verdict.endswith("equal to the last bit")
+    assert ("worker 1 was killed" in again.stderr) == bool(dies)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_script_that_depends_on_the_time_is_found_out_and_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    record("sync", "clock")
+    again = finished(["replay", "run", "--json"])
+    assert again.returncode == 1
+    assert '"equal": false' in again.stdout and ", on version 7: loss" in again.stdout
+    command = [sys.executable, "-m", "paceline", "replay", "run", "--until", "5", "--shell"]
+    looked = subprocess.run(
+        command,
+        input="print('seen', version, [push.worker for push in pushes], list(pushes[0].gradients)[0])\n",
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=DEADLINE,
+    )
+    assert looked.returncode == 0, looked.stderr
+    assert "seen 5" in looked.stdout and "0.weight" in looked.stdout
+    assert "version 5 has the hash" in looked.stdout
+
+
+def test_what_became_of_steps() -> None:
+    """A step may be read later than it was given, be cancelled, pushed too late, given up, or die with its worker."""
+    told: list[Record] = [
+        Began(0),
+        Joined(0, 0, 0.0),
+        Asked(0, 1, 0),
+        Given(0, 0, 0, True, 0, 0),  # 3: read at version 2
+        Pushed(0, 0, 2, 8, 0.0, 0, 0.0),
+        Given(0, 1, 2, True, 0, 1),  # 5: pushed too late
+        Cancelled(0, 1),
+        Given(0, 2, 3, True, 0, 1),  # 7: not to be told before that push
+        Late(0, 1, 2),
+        Cancelled(0, 2),
+        Given(0, 3, 4, True, 0, 2),  # 10: given up, by asking anew
+        Asked(0, 0, 5),
+        Given(0, 4, 5, True, 0, 3),  # 12: dies
+        Left(0, True, 0.0),
+        Joined(0, 1, 0.0),
+        Given(0, 5, 6, True, 0, 4),  # 15: has it when it leaves
+        Left(0, False, 0.0, 7),
+    ]
+    assert read_versions(told) == {
+        3: Read(version=2),
+        5: Read(version=2),
+        7: Read(doomed=True, after_push=True),
+        10: Read(version=5),
+        12: Read(lost=True),
+        15: Read(version=7),
+    }
