@@ -199,7 +199,7 @@ def test_the_last_good_version_is_told(file: Path) -> None:
 
 
 def test_a_record_of_no_known_kind_is_an_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(traced._PACKERS, Joined, (b"\xc8", struct.Struct("<IId").pack))
+    monkeypatch.setitem(traced._PACKERS, Joined, (b"\xc8", traced._PACKERS[Joined][1]))
     write(file, [[Joined(0, 0, 0.0)]])
     with pytest.raises(TraceError, match=r"block 1, .* holds a record that is none, of kind 200"):
         Trace(file)
