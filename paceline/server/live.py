@@ -434,7 +434,8 @@ class LiveServer:
         finally:
             self._memory.wrote()
         self._only = None
-        self._trainee.clear_gradients()
+        for parameter in self._layouts.trained:  # an optimizer's zero_grad takes 50 us for its profiling alone
+            parameter.grad = None
         self._tell(commit, rate, time.monotonic() - began)
 
     def _tell(self, commit: decided.Commit, rate: float, seconds: float) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import struct
 import time
 from collections.abc import Iterator
 
@@ -21,6 +22,7 @@ from paceline.errors import CommError
 
 _OVER = 56  # where in the head a byte says that the server has ended
 HEAD = 1 << 16  # the version, that, and from byte 64 on what the supervisor notes; the parameters come behind it
+_VERSION = struct.Struct("@Q")  # native: written by one instruction
 _PATIENCE = 0.00005  # seconds between two looks at a lock
 
 
@@ -48,8 +50,8 @@ class SharedMemory:
         found = os.fstat(file).st_size
         if found < size:
             raise CommError(f"the server shares {found} bytes of memory, wanted {size}: it has another model")
-        self._whole = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-        self._version = self._whole[:8].view(torch.int64)
+        self._mapped = mmap.mmap(file, size)
+        self._whole = torch.frombuffer(self._mapped, dtype=torch.uint8)
         self.down = self._whole[HEAD : HEAD + down]
         self._slots = [self._whole[HEAD + down + slot * up :][:up] for slot in range(slots)]
 
@@ -59,11 +61,11 @@ class SharedMemory:
 
     @property
     def version(self) -> int:
-        return int(self._version.item())
+        return int(_VERSION.unpack_from(self._mapped)[0])
 
     @version.setter
     def version(self, version: int) -> None:
-        self._version.fill_(version)
+        _VERSION.pack_into(self._mapped, 0, version)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
