@@ -116,6 +116,8 @@ class HostingSession(Session):
                     trace=self._trace,
                     found=self._found,
                 )
+                if self._found is not None:
+                    self._note_hash()  # a replay then tells whether what was found is what was lost
                 _listen(listener, place)
                 gone: set[int] = set()
 
