@@ -106,22 +106,23 @@ class Cluster:
         self.address = self.listener.bind(f"ipc://@paceline-test-{secrets.token_hex(8)}")
         self.tcp_address = self.listener.bind("tcp://127.0.0.1:0")
         self._memory = os.memfd_create("test")
-        self.server = LiveServer(
-            self.trainee,
-            self.policy,
-            workers=workers,
-            memory=self._memory,
-            queue=self.queue,
-            version=version,
-            seed=seed,
-            listener=self.listener,
-            host=self.host,
-        )
+        self.server = self.make_server(workers=workers, version=version, seed=seed)
         self.lines: list[Line] = []  # are closed in the end
         self.failure: BaseException | None = None
         self.ended_well: bool | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def make_server(self, **options: Any) -> LiveServer:
+        return LiveServer(
+            self.trainee,
+            self.policy,
+            memory=self._memory,
+            queue=self.queue,
+            listener=self.listener,
+            host=self.host,
+            **options,
+        )
 
     def _serve(self) -> None:
         try:

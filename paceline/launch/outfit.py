@@ -36,10 +36,10 @@ class Outfit:
             }
         return self._environment(world, self.place and replace(self.place, incarnation=incarnation))
 
-    def server(self, *, bind: str | None = None, incarnation: int = 0) -> dict[str, str]:
-        """The environment of the server: it is none of the workers, and has no rank."""
+    def server(self, *, bind: str | None = None, incarnation: int = 0, shard: int = 0) -> dict[str, str]:
+        """The environment of the server, or one of several: it is none of the workers, and has no rank."""
         assert self.place is not None
-        place = replace(self.place, role="server", bind=bind, delay=None, incarnation=incarnation)
+        place = replace(self.place, role="server", bind=bind, delay=None, incarnation=incarnation, shard=shard)
         return self._environment({"WORLD_SIZE": self.workers}, place)
 
     def _environment(self, world: Mapping[str, object], place: ServerPlace | None) -> dict[str, str]:

@@ -8,6 +8,7 @@ import logging
 import os
 import socket as sockets
 import time
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,6 +23,7 @@ from paceline.server.interrupt import StepCancelled
 from paceline.server.layout import ModelLayouts, memory_of
 from paceline.server.lines import Line
 from paceline.server.memory import SharedMemory
+from paceline.server.parts import ConnectionLost, OtherParts
 from paceline.server.pieces import Pieces
 from paceline.server.sockets import connect
 from paceline.server.wire import decode, encode
@@ -50,6 +52,8 @@ class _Lost(Exception):
 class Client:
     """One worker's connection to the server at ``address``; ``memory`` is the file that processes of its host share.
 
+    Where several servers hold the parameters, this is the first, and ``shard_memories`` are the others' files.
+
     Steps come as ``wire.Go``: ``next_step`` waits for one. ``cancelled`` tells, without waiting, that a later one has
     come while a step is under way, or word that there is none.
     """
@@ -64,10 +68,12 @@ class Client:
         rank: int,
         incarnation: int,
         memory: int | None,
+        shard_memories: Sequence[int] = (),
     ) -> None:
         self._model, self._layouts = model, ModelLayouts(model)
         self._address, self._token, self._sealing = address, token, sealing
-        self._memory_file = memory
+        self._memory_file, self._shard_memories = memory, shard_memories
+        self._others: OtherParts | None = None  # of the parameters, with other servers
         self._line: Line | None = None
         self._later: wire.Go | wire.Finished | None = None  # has come while a step was under way
         self._data: wire.Data | None = None  # for a server that has not heard of it
@@ -131,6 +137,8 @@ class Client:
             self._send(self._data)
 
     def _make_room(self, welcome: wire.Welcome) -> None:
+        if welcome.shards:
+            self._meet_others(welcome)
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         if self._memory_file is not None:
             self._memory = SharedMemory(self._memory_file, down=down, up=up, slots=welcome.slots)
@@ -140,6 +148,22 @@ class Client:
             self._into = Pieces(memory_of(self._parameters))
         self._gradient_views = self._layouts.up.views(self._gradients)
         self._parameter_views = self._layouts.down.views(self._parameters)
+
+    def _meet_others(self, welcome: wire.Welcome) -> None:
+        if self._others is not None:
+            self._others.close()
+        try:
+            self._others = OtherParts(
+                self._model,
+                welcome,
+                token=self._token,
+                sealing=self._sealing,
+                memories=self._shard_memories if self._memory_file is not None else None,
+                reached_at=self._address,
+            )
+        except ConnectionLost:
+            raise _Lost from None
+        self._layouts = self._others.own
 
     def leave(self, *, failed: bool) -> None:
         """Tell the server that this worker has ended, and close."""
@@ -152,6 +176,8 @@ class Client:
             self._closed = True
             if self._line is not None:
                 self._line.close(linger)
+            if self._others is not None:
+                self._others.close()
 
     # Steps ---------------------------------------------------------------------------------------------------
 
@@ -179,27 +205,38 @@ class Client:
                 self.ask(epochs)
             try:
                 answer = self._later or cast(wire.Go | wire.Finished, self._wait_for(wire.Go, wire.Finished))
-                break
             except _JoinedAgain:
                 continue
-        self._later = None
-        if isinstance(answer, wire.Finished):
-            self._read(answer.version)
-            return answer._replace(version=self.version)
-        self._step, self._doomed = answer.step, answer.doomed
-        if answer.fresh:
-            self._read(answer.version)
+            self._later = None
+            if (isinstance(answer, wire.Go) and not answer.fresh) or self._read(answer.version):
+                break
+        if isinstance(answer, wire.Go):
+            self._step, self._doomed = answer.step, answer.doomed
         return answer._replace(version=self.version)
 
-    def _read(self, version: int) -> None:
-        """Take the parameters: as they are now where they are shared, else as they came."""
+    def _read(self, version: int) -> bool:
+        """Take the parameters: as they are now where they are shared, else as they came.
+
+        False if another server's have been overtaken by later ones, or are lost: then another step comes.
+        """
         if self._memory_file is None:
+            if self._others is not None and not self._read_others(version):
+                return False
             read_parameters(self._layouts, self._parameter_views)
             self.version = version
-            return
+            return True
         with self._memory.reading():
             read_parameters(self._layouts, self._parameter_views)
             self.version = self._memory.version
+            return self._others is None or self._others.read(self.version)
+
+    def _read_others(self, version: int) -> bool:
+        assert self._others is not None and self._line is not None
+        try:
+            return self._others.read(version)
+        except ConnectionLost:
+            self._line.give_up()  # the whole of it is made anew
+            return False
 
     def cancelled(self) -> bool:
         """Whether the step under way has been overtaken: by a later one, by the end of the data, or by silence.
@@ -231,6 +268,13 @@ class Client:
     def push(self, *, examples: int, loss: float | None, seconds: float) -> None:
         """Push the gradients that lie in the model, and its buffers."""
         used = fill_push(self._layouts, self._gradient_views)
+        if self._others is not None:
+            assert self._line is not None
+            try:
+                used = self._others.push(self._step, used)
+            except ConnectionLost:
+                self._line.give_up()  # the whole of it is made anew
+                return
         no_loss = float("nan")
         message = wire.Push(self._step, self.version, examples, no_loss if loss is None else loss, seconds, used)
         self._send(message, None if self._memory_file is not None else Pieces(memory_of(self._gradients)))
