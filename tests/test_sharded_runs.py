@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ class Model(nn.Module):
 model = Model()
 place = take_server_place()
 before_join()
-with paceline.join(model, torch.optim.SGD(model.parameters(), lr=1.0), run="run") as session:
+with paceline.join(model, torch.optim.SGD(model.parameters(), lr=1.0), run="run", resume=True) as session:
     for (x,) in session.batches(torch.utils.data.TensorDataset(torch.arange(SAMPLES)), 1, epochs=2):
         with session.step():
             first = model.parts[0].detach()
@@ -47,6 +46,7 @@ with paceline.join(model, torch.optim.SGD(model.parameters(), lr=1.0), run="run"
             in_step(session)
             model(x).backward()
 """
+AFTER_TWO_EPOCHS = [2 * 1000.0 + 2 * 40] * 40  # of forty commits
 HOOKS = """
 def before_join(): pass
 def in_step(session): pass
@@ -65,6 +65,7 @@ def final_weights(run: Path) -> list[torch.Tensor]:
 
 
 def test_samples_are_used_once_and_pulls_are_one_version_though_a_worker_dies_in_mid_push(bench: Bench) -> None:
+    """The second epoch with one server: a checkpoint does not say how many there were."""
     hooks = """
 from paceline.server.parts import OtherParts
 def before_join():
@@ -75,13 +76,20 @@ def in_step(session):
             parts._parts[0].begin_push(step)
             os.kill(os.getpid(), signal.SIGKILL)
         OtherParts.push = half
+    if place.incarnation == 1:
+        Path("back").touch()
+    if session.steps > 20:
+        wait_for("back")
 """
-    options = ServerOptions(needed=True, respawn=True, servers=3)
-    ended = bench.run(hooks + SCRIPT, 3, policy="async", server=options)
+    options = ServerOptions(needed=True, respawn=True, servers=2)
+    ended = bench.run(hooks + SCRIPT.replace("epochs=2", "epochs=1"), 2, policy="async", server=options)
     assert (ended.code, ended.out) == (0, "")
     assert ended.err == "paceline: worker 1 was killed by SIGKILL; another takes its place\n"
     for weights in final_weights(bench.directory / "run"):
-        assert weights.tolist() == [2 * 1000 + 2 * 40] * 40, "two epochs of forty commits"
+        assert weights.tolist() == [1000.0 + 40] * 40
+    assert bench.run(HOOKS + SCRIPT, 1, policy="async", server=ServerOptions(needed=True)).code == 0
+    for weights in final_weights(bench.directory / "run"):
+        assert weights.tolist() == AFTER_TWO_EPOCHS
 
 
 @pytest.mark.parametrize("shard", [0, 1])
@@ -95,7 +103,7 @@ def in_step(session):
         os.kill(int(Path("server-{shard}").read_text()), signal.SIGKILL)
         sleep()
 """
-    ended = bench.run(hooks + SCRIPT, 2, policy="async", server=ServerOptions(needed=True, servers=2))
+    ended = bench.run(hooks + SCRIPT, 1, policy="async", server=ServerOptions(needed=True, servers=2))
     assert ended.code == 137
     who = "the server" if shard == 0 else "server 1"
     assert re.fullmatch(
@@ -104,45 +112,22 @@ def in_step(session):
     ), ended.err
 
 
-def test_a_model_of_too_few_tensors_is_told_so(bench: Bench) -> None:
-    source = HOOKS + SCRIPT.replace("range(5)", "range(1)")
-    ended = bench.run(source, 1, policy="async", server=ServerOptions(needed=True, servers=2))
-    assert ended.code == 1
-    assert "a model of 1 trained tensors cannot be dealt out to 2 servers" in ended.err
-
-
-def test_the_command_and_its_workers_from_elsewhere(tmp_path: Path) -> None:
-    """Over TCP, with a server and another beside it; the workers know the address of the first alone."""
+def test_the_command_and_a_worker_from_elsewhere(tmp_path: Path) -> None:
+    """Over TCP, with a server and two beside it; the worker knows the address of the first alone."""
     script, token = tmp_path / "script.py", tmp_path / "token"
     script.write_text((HOOKS + SCRIPT).replace('"run"', repr(str(tmp_path / "run"))))
     token.write_text(secrets.token_hex(32))
     token.chmod(0o600)
-    arguments = ["--policy", "k-batch-sync(k=2)", "--token-file", str(token)]
-    with started(["serve", "--workers", "2", "--servers", "2", *arguments, str(script)]) as server:
+    arguments = ["--policy", "async", "--token-file", str(token)]
+    with started(["serve", "--workers", "1", "--servers", "3", *arguments, str(script)]) as server:
         assert server.stdout is not None
         address = server.stdout.readline().removeprefix("serving at tcp://").strip()
-        workers = finished(["run", "--workers", "2", "--join", address, *arguments, str(script)])
+        workers = finished(["run", "--workers", "1", "--join", address, *arguments, str(script)])
         assert (workers.returncode, workers.stderr) == (0, "")
         server.communicate(timeout=DEADLINE)
         assert server.returncode == 0
-    first, *others = final_weights(tmp_path / "run")
-    assert all(torch.equal(first, other) for other in others)
-    assert float(first.sum()) == pytest.approx(40 * 40 + 1000 * 40, rel=1e-5), "forty commits of two batches each"
-
-
-def test_train_resumes_with_another_number_of_servers(tmp_path: Path) -> None:
-    common = ["train", "--json", "--workers", "1", "--policy", "sync", "--optimizer", "adam(lr=0.01)", "--delay", "0"]
-    results = {}
-    for name, plan in {"whole": [(1, 2)], "parts": [(2, 1), (3, 2)]}.items():
-        for servers, epochs in plan:
-            run = ["--run", str(tmp_path / name)] if (servers, epochs) == plan[0] else []
-            resume = [] if run else ["--resume", str(tmp_path / name)]
-            ended = finished([*common, *run, *resume, "--servers", str(servers), "--epochs", str(epochs)])
-            assert (ended.returncode, ended.stderr) == (0, "")
-            results[name] = json.loads(ended.stdout)["value"]
-    assert results["whole"] == results["parts"]
-    for mine, theirs in zip(final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts"), strict=True):
-        assert torch.equal(mine, theirs)
+    for weights in final_weights(tmp_path / "run"):
+        assert weights.tolist() == AFTER_TWO_EPOCHS
 
 
 @pytest.mark.parametrize(
