@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from paceline.cli_options import PathType, delay_options, needs_server, read_delay
+from paceline.cli_options import PathType, delay_options, needs_server, read_delay, servers_option
 from paceline.cli_replay import replay
 from paceline.cli_run import run, serve
 from paceline.errors import CommError, PacelineError, UsageError, unknown_name
@@ -99,6 +99,7 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.option("--data", type=PathType(), envvar="PACELINE_DATA", help="Where the data lies.  [PACELINE_DATA]")
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
 @click.option("--policy", default="all-reduce", show_default=True, help="How the workers keep pace.")
+@servers_option
 @delay_options
 @click.option("--optimizer", help='Such as "sgd(lr=0.1, momentum=0.9)".')
 @click.option("--batch-size", type=int, help="Examples in a step of one worker.")
@@ -126,6 +127,7 @@ def train(
     context: click.Context,
     /,
     workers: int,
+    servers: int,
     respawn: bool,
     delay: str | None,
     delay_unit: str | None,
@@ -148,13 +150,14 @@ def train(
     problem = load_config_problem(config)
     check_config(config, problem, workers)
     server = ServerOptions(
-        needed=needs_server(config.policy, "--respawn" if respawn else None),
+        needed=needs_server(config.policy, "--respawn" if respawn else "--servers" if servers > 1 else None),
         respawn=respawn,
         delay=read_delay(delay, delay_unit, workers),
+        servers=servers,
     )
     config = dataclasses.replace(config, run=config.run or _free_run(problem.name))
     try:
-        if workers == 1 and not respawn and delay is None:
+        if workers == 1 and servers == 1 and not respawn and delay is None:
             result = _train_here(config, problem, as_json)
         else:
             result = _train_on(workers, config, server, as_json)

@@ -30,6 +30,12 @@ def delay_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def servers_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add how many servers share the parameters."""
+    text = "Under a server policy: processes that hold the parameters among them."
+    return click.option("--servers", type=int, default=1, show_default=True, help=text)(command)
+
+
 def needs_server(policy: str | None, asked_by: str | None) -> bool:
     """Whether a policy has a parameter server; if not, an option or command that asks for one is a mistake."""
     if policy is None:

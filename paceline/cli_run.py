@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from paceline.cli_options import PathType, delay_options, needs_server, read_delay
+from paceline.cli_options import PathType, delay_options, needs_server, read_delay, servers_option
 from paceline.errors import UsageError
 
 _TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -19,6 +19,7 @@ _TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": F
 @click.command(context_settings=_TAKES_A_COMMAND)
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
 @click.option("--policy", help="How the workers keep pace, for a script that does not say.")
+@servers_option
 @delay_options
 @click.option("--join", "address", metavar="HOST:PORT", help="Be workers of the server there, started by serve.")
 @click.option(
@@ -29,6 +30,7 @@ _TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": F
 def run(
     workers: int,
     policy: str | None,
+    servers: int,
     respawn: bool,
     delay: str | None,
     delay_unit: str | None,
@@ -50,7 +52,10 @@ def run(
         raise UsageError(
             "--token-file and --trusted-network go with --join HOST:PORT; a server of this run needs neither"
         )
-    needed = needs_server(policy, "--respawn" if respawn else "--join" if address is not None else None)
+    if address is not None and servers != 1:
+        raise UsageError("--servers is for who starts the servers; with --join HOST:PORT they run already")
+    asking = {"--respawn": respawn, "--join": address is not None, "--servers": servers > 1}
+    needed = needs_server(policy, next((option for option, asked in asking.items() if asked), None))
     server = ServerOptions(
         needed=needed and address is None,
         respawn=respawn,
@@ -58,12 +63,14 @@ def run(
         join=None if address is None else read_address(address),
         token=None if address is None else find_token(token_file),
         delay=read_delay(delay, delay_unit, workers if address is None else None),
+        servers=servers,
     )
     return supervise(command, workers=workers, policy=policy, on_stop=_tell_of_interrupt, server=server)
 
 
 @click.command(context_settings=_TAKES_A_COMMAND)
 @click.option("--workers", type=int, required=True, help="How many are expected to join.")
+@servers_option
 @click.option("--bind", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Where to listen.")
 @click.option("--policy", help="How the workers keep pace, for a script that does not say.")
 @click.option(
@@ -75,6 +82,7 @@ def run(
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def serve(
     workers: int,
+    servers: int,
     bind: str,
     policy: str | None,
     token_file: Path | None,
@@ -109,7 +117,7 @@ def serve(
             )
             sys.stdout.flush()
 
-    server = ServerOptions(alone=True, bind=where, trusted=trusted_network, token=token)
+    server = ServerOptions(alone=True, bind=where, trusted=trusted_network, token=token, servers=servers)
     return supervise(command, workers=workers, policy=policy, on_report=hear, on_stop=_tell_of_interrupt, server=server)
 
 

@@ -26,8 +26,10 @@ from paceline.record.trace import Ended, Hashed, Place, TraceWriter
 from paceline.server.listening import Listener
 from paceline.server.live import Committed, LiveServer
 from paceline.server.memory import mark_over
+from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
 from paceline.session import Session
+from paceline.sharding import open_shards
 from paceline.trainee import Trainee
 
 logger = logging.getLogger("paceline")
@@ -70,6 +72,7 @@ class HostingSession(Session):
         self._server_policy = policy
         self._trace: TraceWriter | None = None
         self._found: Mapping[str, Any] | None = None  # left behind by a server that was killed
+        self._shards: Shards | None = None  # the other servers, if there are several
         super().__init__(
             trainee,
             policy=policy,
@@ -101,6 +104,7 @@ class HostingSession(Session):
         listener = Listener(bytes.fromhex(place.token), trusted=place.trusted)
         with _caught_signals(caught), self:
             try:
+                self._shards = open_shards(self._trainee, place, workers=self.world_size, version=self.steps)
                 self._trace = self._open_trace()
                 server = LiveServer(
                     self._trainee,
@@ -115,6 +119,7 @@ class HostingSession(Session):
                     host=self,
                     trace=self._trace,
                     found=self._found,
+                    shards=self._shards,
                 )
                 if self._found is not None:
                     self._note_hash()  # a replay then tells whether what was found is what was lost
@@ -152,6 +157,7 @@ class HostingSession(Session):
 
     def _end_trace(self, whole: bool) -> None:
         if self._trace is not None:
+            self._collect()
             self._note_hash()
             self._trace.append(Ended(whole))
             self._trace.close()
@@ -164,8 +170,20 @@ class HostingSession(Session):
             self._hosting.traced = self._trace.sync()
 
     def save(self, path: str | Path | None = None) -> Path | None:
+        self._collect()
         self._note_hash()
         return super().save(path)
+
+    def _collect(self) -> None:
+        """Have here what the other servers have of the state."""
+        if self._shards is not None:
+            self._shards.collect()
+
+    def close(self) -> None:
+        super().close()
+        if self._shards is not None:
+            self._shards.close()
+            self._shards = None
 
     # What the server asks of its host ---------------------------------------------------------------------
 

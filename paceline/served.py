@@ -360,6 +360,7 @@ def join_served(
         rank=world.rank if world is not None else -1,
         incarnation=place.incarnation,
         memory=place.memory_fd,
+        shard_memories=place.shard_fds,
     )
     try:
         pauses = None

@@ -164,7 +164,11 @@ def _host(
     keep: int,
     config: Mapping[str, Any],
 ) -> NoReturn:
-    """Be the server: serve until the run ends, then end the script."""
+    """Be the server, or one of several: serve until the run ends, then end the script."""
+    if place.shard:
+        from paceline.sharding import serve_shard
+
+        serve_shard(trainee, place)
     from paceline.hosting import HostingSession
     from paceline.replay.serving import serve_replay
     from paceline.server.vault import read_note

@@ -117,23 +117,23 @@ class Cluster:
         self.address: str = self.listener.bind(local)
         self.tcp_address: str = self.listener.bind(remote)
         self._memory = os.memfd_create("test")
-        self.server = LiveServer(
-            self.trainee,
-            self.policy,
-            workers=workers,
-            memory=self._memory,
-            queue=self.queue,
-            version=version,
-            seed=seed,
-            listener=self.listener,
-            host=self.host,
-            trace=trace,
-        )
+        self.server = self.make_server(workers=workers, version=version, seed=seed, trace=trace)
         self.lines: list[Line] = []  # are closed in the end
         self.failure: BaseException | None = None
         self.ended_well: bool | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def make_server(self, **options: Any) -> LiveServer:
+        return LiveServer(
+            self.trainee,
+            self.policy,
+            memory=self._memory,
+            queue=self.queue,
+            listener=self.listener,
+            host=self.host,
+            **options,
+        )
 
     def _serve(self) -> None:
         try:

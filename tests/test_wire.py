@@ -40,6 +40,7 @@ _FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     str: _TEXTS,
     bytes: st.binary(max_size=200),
+    tuple[str, ...]: st.lists(_TEXTS, max_size=3).map(tuple),
     tuple[float, ...]: st.lists(st.floats(), max_size=5).map(tuple),
     tuple[Described, ...]: st.lists(
         st.builds(Described, _TEXTS, st.lists(_COUNTS, max_size=4).map(tuple), _TEXTS, st.booleans()), max_size=4

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-SERVER = -1  # in place of a rank
+SERVER = -1  # in place of a rank; those beside the first of several servers have -2, -3, ...
 # What a worker raises when a neighbour is gone; by name, since a report carries names.
 _CONSEQUENCES = {"CommError", "DistNetworkError", "DistBackendError", "DistStoreError"}
 _CONSEQUENCE_TEXTS = ("connection closed by peer", "connection reset", "gloo", "broken pipe")
@@ -17,7 +17,7 @@ _CONSEQUENCE_TEXTS = ("connection closed by peer", "connection reset", "gloo", "
 class Life:
     """What the supervisor knows of one worker, or of the server, so far."""
 
-    rank: int  # or SERVER
+    rank: int  # or SERVER, or below it
     incarnation: int = 0  # how many of this rank there were before
     fruitless: int = 0  # how many of those, up to the last one, were killed before they joined
     given_up: bool = False  # it was killed, and so were too many before it for another to be started
@@ -81,7 +81,9 @@ class Fault:
 
 def name_of(rank: int) -> str:
     """What to call the process of this rank."""
-    return "the server" if rank == SERVER else f"worker {rank}"
+    if rank >= 0:
+        return f"worker {rank}"
+    return "the server" if rank == SERVER else f"server {SERVER - rank}"
 
 
 def find_fault(lives: Sequence[Life], *, served: bool = False) -> Fault | None:
@@ -106,7 +108,7 @@ def find_fault(lives: Sequence[Life], *, served: bool = False) -> Fault | None:
 
 
 def _may_die(life: Life) -> bool:
-    return life.rank != SERVER and not life.given_up
+    return life.rank >= 0 and not life.given_up
 
 
 def _came_too_late(life: Life, lives: Sequence[Life]) -> bool:
@@ -117,7 +119,7 @@ def _came_too_late(life: Life, lives: Sequence[Life]) -> bool:
 
 def _none_left(lives: Sequence[Life]) -> list[Fault]:
     """The fault of the worker that was killed last, if all were."""
-    kills = [find_kill(life) for life in lives if life.rank != SERVER]
+    kills = [find_kill(life) for life in lives if life.rank >= 0]
     if not kills or not all(kills):
         return []
     last = max((kill for kill in kills if kill is not None), key=lambda kill: kill.at)

@@ -27,7 +27,8 @@ _DELAY = "PACELINE_DELAY"
 _BIND = "PACELINE_BIND"
 _TRUSTED = "PACELINE_TRUSTED"
 _REPLAY = "PACELINE_REPLAY"
-SERVICE = (_SERVER, TOKEN, _ROLE, _MEMORY_DESCRIPTOR, _INCARNATION, _DELAY, _BIND, _TRUSTED, _REPLAY)
+_SHARD = "PACELINE_SHARD"
+SERVICE = (_SERVER, TOKEN, _ROLE, _MEMORY_DESCRIPTOR, _INCARNATION, _DELAY, _BIND, _TRUSTED, _REPLAY, _SHARD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,19 @@ class ServerPlace:
     bind: str | None = None  # for the server: host:port for workers that were started elsewhere; port 0 is any
     trusted: bool = False  # whether tensors may go unencrypted between hosts
     replay: ReplayOrder | None = None  # for the server: make a recorded run again
+    shard_fds: tuple[int, ...] = ()  # the same memory of the servers beside the first, if there are several
+    shard: int = 0  # for a server: which of them it is
+
+    def shard_address(self, shard: int) -> str:
+        """Where a server beside the first, from 1 on, listens on this host."""
+        return f"{self.address}-{shard}"
+
+    def shard_bind(self, shard: int) -> str | None:
+        """The host:port of a server beside the first, for workers from elsewhere: ports one behind the other."""
+        if self.bind is None:
+            return None
+        host, _, port = self.bind.rpartition(":")
+        return f"{host}:{int(port) + shard if int(port) else 0}"
 
 
 _place: ServerPlace | None = None  # as taken
@@ -150,29 +164,33 @@ def _read_server_place(environment: Mapping[str, str]) -> ServerPlace:
     role = found.text(_ROLE, _SERVER) if found.any(_ROLE) else "worker"
     if role not in ("worker", "server"):
         raise UsageError(f"{_ROLE} should be server, or not set, found {role!r} in the environment")
+    memory, *others = _own_descriptors(found)
     return ServerPlace(
         address=found.text(_SERVER, _SERVER),
         token=found.text(TOKEN, _SERVER),
         role="server" if role == "server" else "worker",
         workers=found.number("WORLD_SIZE", _SERVER, least=1) if found.any("WORLD_SIZE") else None,
-        memory_fd=_own_descriptor(found),
+        memory_fd=memory,
         incarnation=found.number(_INCARNATION, _SERVER) if found.any(_INCARNATION) else 0,
         delay=_read_delay(found.text(_DELAY, _SERVER)) if found.any(_DELAY) else None,
         bind=found.text(_BIND, _SERVER) if found.any(_BIND) else None,
         trusted=found.any(_TRUSTED) and found.text(_TRUSTED, _SERVER) == "1",
         replay=_read_replay(found.text(_REPLAY, _SERVER)) if found.any(_REPLAY) else None,
+        shard_fds=tuple(number for number in others if number is not None),
+        shard=found.number(_SHARD, _SERVER) if found.any(_SHARD) else 0,
     )
 
 
-def _own_descriptor(found: _Variables) -> int | None:
-    """The descriptor of the shared memory, kept from children from now on."""
+def _own_descriptors(found: _Variables) -> list[int | None]:
+    """The descriptors of the memory that each server shares, kept from children from now on; one None if it is none."""
     if not found.any(_MEMORY_DESCRIPTOR):
-        return None
-    descriptor = found.number(_MEMORY_DESCRIPTOR, _SERVER)
-    with contextlib.suppress(OSError):  # the number is from another life
-        os.set_inheritable(descriptor, False)
-        return descriptor
-    return None
+        return [None]
+    descriptors = found.numbers(_MEMORY_DESCRIPTOR, _SERVER)
+    with contextlib.suppress(OSError):  # the numbers are from another life
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        return [*descriptors]
+    return [None]
 
 
 def _read_delay(text: str) -> tuple[str, float]:
@@ -201,12 +219,15 @@ def server_variables(place: ServerPlace) -> dict[str, str]:
         _SERVER: place.address,
         TOKEN: place.token,
         _ROLE: "server" if place.role == "server" else None,
-        _MEMORY_DESCRIPTOR: place.memory_fd,
+        _MEMORY_DESCRIPTOR: None
+        if place.memory_fd is None
+        else ",".join(map(str, (place.memory_fd, *place.shard_fds))),
         _INCARNATION: place.incarnation,
         _DELAY: place.delay and json.dumps({"text": place.delay[0], "unit": place.delay[1]}),
         _BIND: place.bind,
         _TRUSTED: "1" if place.trusted else None,
         _REPLAY: place.replay and json.dumps(asdict(place.replay)),
+        _SHARD: place.shard or None,
     }
     return {name: str(value) for name, value in values.items() if value is not None}
 
@@ -228,6 +249,13 @@ class _Variables:
                 f"or set it; to run alone, unset {needed_for}."
             )
         return value
+
+    def numbers(self, name: str, needed_for: str) -> list[int]:
+        """Several, with commas between."""
+        return [
+            _Variables({name: part or "nothing"}).number(name, needed_for)
+            for part in self.text(name, needed_for).split(",")
+        ]
 
     def number(self, name: str, needed_for: str, *, least: int = 0, most: int | None = None) -> int:
         value = self.text(name, needed_for)

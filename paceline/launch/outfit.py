@@ -42,10 +42,10 @@ class Outfit:
         memory = place.memory_fd if place.replay is None else None
         return replace(place, incarnation=incarnation, memory_fd=memory, replay=None)
 
-    def server(self, *, bind: str | None = None, incarnation: int = 0) -> dict[str, str]:
-        """The environment of the server: it is none of the workers, and has no rank."""
+    def server(self, *, bind: str | None = None, incarnation: int = 0, shard: int = 0) -> dict[str, str]:
+        """The environment of the server, or one of several: it is none of the workers, and has no rank."""
         assert self.place is not None
-        place = replace(self.place, role="server", bind=bind, delay=None, incarnation=incarnation)
+        place = replace(self.place, role="server", bind=bind, delay=None, incarnation=incarnation, shard=shard)
         return self._environment({"WORLD_SIZE": self.workers}, place)
 
     def _environment(self, world: Mapping[str, object], place: ServerPlace | None) -> dict[str, str]:

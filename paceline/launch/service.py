@@ -8,7 +8,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import UsageError
 from paceline.launch.crew import Crew
@@ -34,6 +34,11 @@ class ServerOptions:
     token: str | None = None  # by default a new one
     delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that 1 stands for
     replay: ReplayOrder | None = None  # make a recorded run again
+    servers: int = 1  # that hold the parameters among them
+
+    def __post_init__(self) -> None:
+        if self.servers < 1:
+            raise UsageError(f"a run needs at least 1 server, got {self.servers}")
 
 
 _GONE = 64  # where in the memory each rank has a byte that says so
@@ -63,18 +68,19 @@ def open_place(options: ServerOptions) -> Iterator[ServerPlace]:
         yield ServerPlace(address=options.join, token=options.token, delay=options.delay, trusted=options.trusted)
         return
     # Neither has a name in any file system: nothing is left behind, however the run ends.
-    memory = os.memfd_create("paceline-server") if hasattr(os, "memfd_create") else None
+    memories = [os.memfd_create("paceline-server") for _ in range(options.servers) if hasattr(os, "memfd_create")]
     try:
         yield ServerPlace(
             address=f"ipc://@paceline-{secrets.token_hex(16)}",
             token=options.token or make_token(),
-            memory_fd=memory,
+            memory_fd=memories[0] if memories else None,
+            shard_fds=tuple(memories[1:]),
             delay=options.delay,
             trusted=options.trusted,
             replay=options.replay,
         )
     finally:
-        if memory is not None:
+        for memory in memories:
             os.close(memory)
 
 
@@ -86,7 +92,9 @@ class Service:
         self._command = command
         self._outfit = outfit
         self._options = options
-        self._memory = () if outfit.place is None or outfit.place.memory_fd is None else (outfit.place.memory_fd,)
+        place = outfit.place
+        self._memory = () if place is None or place.memory_fd is None else (place.memory_fd,)
+        self._descriptors = (*self._memory, *(() if place is None else place.shard_fds))
         self._has_server = False
         self._server_incarnation = 0
         self._bind = options.bind
@@ -121,30 +129,40 @@ class Service:
 
     def fault(self) -> Fault | None:
         """What has gone wrong, if anything has."""
-        return find_fault(self._crew.lives, served=self.served) or self._overdue()
+        fault = find_fault(self._crew.lives, served=self.served) or self._overdue()
+        if fault is not None and fault.rank < 0 and fault.code > 128 and self._options.servers > 1:
+            advice = "of several servers none is replaced: resume the run from its last checkpoint"
+            return replace(fault, advice=f"{fault.advice} {advice}".strip())
+        return fault
 
     def _may_be_killed(self, life: Life) -> bool:
         if life.failure is not None:
             return False
         if life.rank == SERVER:
-            return life.exiting is None and bool(self._memory)
+            return life.exiting is None and bool(self._memory) and self._options.servers == 1
+        if life.rank < SERVER:
+            return False
         # A script may name its policy late; until a worker joins, nobody depends on it under any policy.
         return self.served or (self._options.respawn and life.sessions == 0)
 
     def _start_server(self, life: Life | None = None) -> None:
-        if not self._memory and not self._options.alone:
+        if not self._memory and not (self._options.alone and self._options.servers == 1):
             raise UsageError("a parameter server needs Linux here, for memory that processes share without a name")
         self._has_server = True
         life = life or Life(rank=SERVER)
         environment = self._outfit.server(bind=self._bind, incarnation=life.incarnation)
         prefix = "" if self._options.alone else "[server] "
         shell = () if self._options.replay is None else self._options.replay.shell or ()
-        self._crew.start(life, self._command, environment, descriptors=(*self._memory, *shell), prefix=prefix)
+        self._crew.start(life, self._command, environment, descriptors=(*self._descriptors, *shell), prefix=prefix)
+        for shard in range(1, self._options.servers):
+            environment = self._outfit.server(bind=self._bind, shard=shard)
+            beside, prefix = Life(rank=SERVER - shard), f"[server {shard}] "
+            self._crew.start(beside, self._command, environment, descriptors=self._descriptors, prefix=prefix)
 
     def _start_worker(self, life: Life) -> None:
         environment = self._outfit.worker(life.rank, incarnation=life.incarnation)
         prefix = "" if self._outfit.workers == 1 else f"[{life.rank}] "
-        self._crew.start(life, self._command, environment, descriptors=self._memory, prefix=prefix)
+        self._crew.start(life, self._command, environment, descriptors=self._descriptors, prefix=prefix)
 
     def _tell_server(self, rank: int) -> None:
         """Let the server know that it need not wait for a worker: one that never joined, it cannot miss by itself."""
@@ -165,7 +183,7 @@ class Service:
             self._start_worker(Life(rank=killed.rank, incarnation=killed.incarnation + 1, fruitless=fruitless))
             return
         self._tell_server(killed.rank)
-        workers = [life for life in self._crew.lives if life.rank != SERVER]
+        workers = [life for life in self._crew.lives if life.rank >= 0]
         if left := sum(life.code is None for life in workers):
             self._tell_of(killed, f"the run goes on with {left}")
         elif any(life.code == 0 for life in workers):
@@ -186,7 +204,7 @@ class Service:
         if killed.address is not None:
             self._bind = killed.address.removeprefix("tcp://")  # with the port that workers know
         for life in self._crew.lives:
-            if life.rank != SERVER and life.code is not None:
+            if life.rank >= 0 and life.code is not None:
                 self._tell_server(life.rank)
         self._server_incarnation = killed.incarnation + 1
         self._start_server(Life(rank=SERVER, incarnation=self._server_incarnation, fruitless=fruitless))
@@ -202,7 +220,7 @@ class Service:
     def _overdue(self) -> Fault | None:
         """The fault of a server that does not end although all workers have."""
         running = [member.life.rank for member in self._crew.running]
-        if running != [SERVER] or self._options.alone:
+        if not running or max(running) >= 0 or self._options.alone:
             return None
         now = time.monotonic()
         self._workers_ended = self._workers_ended or now

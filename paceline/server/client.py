@@ -8,6 +8,7 @@ import logging
 import os
 import socket as sockets
 import time
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -22,6 +23,7 @@ from paceline.server.interrupt import StepCancelled
 from paceline.server.layout import ModelLayouts
 from paceline.server.lines import Line
 from paceline.server.memory import SharedMemory, is_over
+from paceline.server.parts import ConnectionLost, OtherParts
 from paceline.server.pieces import Pieces
 from paceline.server.wire import decode, encode
 
@@ -49,6 +51,8 @@ class _Lost(Exception):
 class Client:
     """One worker's connection to the server at ``address``; ``memory`` is the file that processes of its host share.
 
+    Where several servers hold the parameters, this is the first, and ``shard_memories`` are the others' files.
+
     Steps come as ``wire.Go``: ``next_step`` waits for one. ``cancelled`` tells, without waiting, that a later one has
     come while a step is under way, or word that there is none.
     """
@@ -63,16 +67,16 @@ class Client:
         rank: int,
         incarnation: int,
         memory: int | None,
+        shard_memories: Sequence[int] = (),
     ) -> None:
         self._model, self._layouts = model, ModelLayouts(model)
         self._address, self._token, self._sealing = address, token, sealing
-        self._memory_file = memory
+        self._memory_file, self._shard_memories = memory, shard_memories
+        self._others: OtherParts | None = None  # of the parameters, with other servers
         self._line: Line | None = None
         self._later: wire.Go | wire.Finished | None = None  # has come while a step was under way
-        if memory is None:
-            self._gradients, self._parameters = Gradients(self._layouts), Parameters(self._layouts)
-        self._aside = self._parameters.aside if memory is None else None
-        self._into = self._came = self._aside  # where parameters go that come now, and where the last ones are
+        # Where parameters go that come now, where the last ones are, and where they go while a step is under way.
+        self._into = self._came = self._aside = cast(Pieces | None, None)
         self._data: wire.Data | None = None  # for a server that has not heard of it
         self._step, self._doomed = -1, False
         self._asks = 0  # how often steps were asked for
@@ -130,17 +134,37 @@ class Client:
         if welcome.version < self.version:
             logger.warning("the server is back at version %d; this worker had %d", welcome.version, self.version)
         self.rank, self.incarnation, self.welcome = welcome.rank, welcome.incarnation, welcome
-        self._make_room(welcome.slots)
+        self._make_room(welcome)
         if self._data is not None:
             self._send(self._data)
 
-    def _make_room(self, slots: int) -> None:
+    def _make_room(self, welcome: wire.Welcome) -> None:
+        if welcome.shards:
+            self._meet_others(welcome)
         if self._memory_file is None:
+            self._gradients, self._parameters = Gradients(self._layouts), Parameters(self._layouts)
+            self._into = self._came = self._aside = self._parameters.aside
             return
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
-        self._memory = SharedMemory(self._memory_file, down=down, up=up, slots=slots)
+        self._memory = SharedMemory(self._memory_file, down=down, up=up, slots=welcome.slots)
         self._gradient_views = self._layouts.up.views(self._memory.slot(self.rank))
         self._parameter_views = self._layouts.down.views(self._memory.down)
+
+    def _meet_others(self, welcome: wire.Welcome) -> None:
+        if self._others is not None:
+            self._others.close()
+        try:
+            self._others = OtherParts(
+                self._model,
+                welcome,
+                token=self._token,
+                sealing=self._sealing,
+                memories=self._shard_memories if self._memory_file is not None else None,
+                reached_at=self._address,
+            )
+        except ConnectionLost:
+            raise _Lost from None
+        self._layouts = self._others.own
 
     def leave(self, *, failed: bool) -> None:
         """Tell the server that this worker has ended, and close."""
@@ -153,6 +177,8 @@ class Client:
             self._closed = True
             if self._line is not None:
                 self._line.close(linger)
+            if self._others is not None:
+                self._others.close()
 
     # Steps ---------------------------------------------------------------------------------------------------
 
@@ -180,16 +206,13 @@ class Client:
                 self.ask(epochs)
             try:
                 answer = self._later or self._wait_for_step()
-                break
             except _JoinedAgain:
                 continue
-        self._later = None
-        if isinstance(answer, wire.Finished):
-            self._read(answer.version)
-            return answer._replace(version=self.version)
-        self._step, self._doomed = answer.step, answer.doomed
-        if answer.fresh:
-            self._read(answer.version)
+            self._later = None
+            if (isinstance(answer, wire.Go) and not answer.fresh) or self._read(answer.version):
+                break
+        if isinstance(answer, wire.Go):
+            self._step, self._doomed = answer.step, answer.doomed
         return answer._replace(version=self.version)
 
     def _wait_for_step(self) -> wire.Go | wire.Finished:
@@ -201,16 +224,30 @@ class Client:
         finally:
             self._into = self._aside
 
-    def _read(self, version: int) -> None:
-        """Take the parameters: as they are now where they are shared, else as they came."""
+    def _read(self, version: int) -> bool:
+        """Take the parameters: as they are now where they are shared, else as they came.
+
+        False if another server's have been overtaken by later ones, or are lost: then another step comes.
+        """
         if self._memory_file is None:
+            if self._others is not None and not self._read_others(version):
+                return False
             assert self._came is not None, "a step without its parameters"
             self._parameters.take(self._came)
             self.version = version
-            return
+            return True
         with self._memory.reading():
             read_parameters(self._layouts, self._parameter_views)
             self.version = self._memory.version
+            return self._others is None or self._others.read(self.version)
+
+    def _read_others(self, version: int) -> bool:
+        assert self._others is not None and self._line is not None
+        try:
+            return self._others.read(version)
+        except ConnectionLost:
+            self._line.give_up()  # the whole of it is made anew
+            return False
 
     def cancelled(self) -> bool:
         """Whether the step under way has been overtaken: by a later one, by the end of the data, or by silence.
@@ -246,6 +283,13 @@ class Client:
             tensors, used = self._gradients.pieces()
         else:
             used = fill_push(self._layouts, self._gradient_views)
+        if self._others is not None:
+            assert self._line is not None
+            try:
+                used = self._others.push(self._step, used)
+            except ConnectionLost:
+                self._line.give_up()  # the whole of it is made anew
+                return
         no_loss = float("nan")
         message = wire.Push(self._step, self.version, examples, no_loss if loss is None else loss, seconds, used)
         self._send(message, tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +58,14 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class ModelLayouts:
-    """What travels: ``down`` the parameters and buffers, ``up`` the gradients of what is trained, and the buffers."""
+    """What travels: ``down`` the parameters and buffers, ``up`` the gradients of what is trained, and the buffers.
 
-    def __init__(self, model: nn.Module) -> None:
-        named = list(model.named_parameters())
-        buffers = [buffer for _, buffer in model.named_buffers()]
+    Of a server that holds some of the parameters only, those are ``part``; it has no buffers unless told so.
+    """
+
+    def __init__(self, model: nn.Module, part: Collection[str] | None = None, *, with_buffers: bool = True) -> None:
+        named = [(name, each) for name, each in model.named_parameters() if part is None or name in part]
+        buffers = [buffer for _, buffer in model.named_buffers()] if with_buffers else []
         self.parameters = [parameter for _, parameter in named]
         self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.trained_names = [name for name, parameter in named if parameter.requires_grad]

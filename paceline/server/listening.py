@@ -15,7 +15,7 @@ from paceline.errors import WireError
 from paceline.server.channel import Sealing
 from paceline.server.handshake import HandshakeRefused, answer
 from paceline.server.lines import TIME_TO_TAKE, Line
-from paceline.server.messages import Alive, Go, Message, Push
+from paceline.server.messages import Alive, Go, Message, Parameters, Part, Push
 from paceline.server.pieces import Pieces
 from paceline.server.sockets import address_of, host_of, is_tcp, listen
 from paceline.server.wire import decode, encode
@@ -54,7 +54,7 @@ class Peer:
 
     def send(self, message: Message, tensors: memoryview | None = None) -> None:
         """Send a message, of which what the peer does not take now waits; that it is gone is heard later."""
-        overtakes = isinstance(message, Go) and message.fresh
+        overtakes = isinstance(message, Parameters) or (isinstance(message, Go) and message.fresh)
         self._line.send(encode(message), None if tensors is None else Pieces(tensors), overtakes=overtakes)
         if self._line.waits:
             self._listener.wait_to_send(self._line)
@@ -65,7 +65,7 @@ class Peer:
         if received is None:
             return None
         message = decode(received.head)
-        if (received.tensors is not None) != (self.tensors is not None and isinstance(message, Push)):
+        if (received.tensors is not None) != (self.tensors is not None and isinstance(message, Push | Part)):
             found = "found none" if received.tensors is None else "found some"
             raise WireError(f"wanted tensors with a push from a worker that shares no memory, {found} with {message}")
         return message

@@ -34,6 +34,8 @@ from paceline.server.listening import Ended, Heard, Listener, Peer
 from paceline.server.members import Figures, Member
 from paceline.server.memory import HEAD, SharedMemory
 from paceline.server.pieces import Pieces
+from paceline.server.shard_state import clip
+from paceline.server.shards import NoVault, Shards
 from paceline.server.vault import Vault
 from paceline.server.work_queue import WorkQueue
 from paceline.trainee import Trainee
@@ -75,6 +77,7 @@ class LiveServer:
 
     When those who have joined have left, it waits ``patience`` seconds for the others, unless they are said to be gone.
     ``found`` is what a server that was killed has left in that memory, as ``vault.read_note`` reads it: go on from it.
+    ``shards`` are other servers, which hold the rest of the parameters and which this one orders about.
     """
 
     def __init__(
@@ -92,13 +95,18 @@ class LiveServer:
         host: Host,
         trace: TraceWriter | None = None,
         found: Mapping[str, Any] | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self._trainee = replace(trainee, scaler=None)  # pushes are not scaled
+        self._shards = shards
         self._policy, self._host, self._listener = policy, host, listener
         self._trace: Callable[[traced.Record], None] = trace.append if trace is not None else lambda _: None
         self._tracer = trace
         self._model = ModelLayouts.describe(trainee.model)
-        self._layouts = ModelLayouts(trainee.model)
+        self._layouts = ModelLayouts(trainee.model) if shards is None else shards.layouts
+        self._num_trained = len(self._layouts.trained) if shards is None else shards.num_trained
+        self._up_bytes = self._layouts.up.nbytes if shards is None else shards.up_bytes
+        self._down_bytes = self._layouts.down.nbytes if shards is None else shards.down_bytes
         self._workers, self._patience = workers, patience
         self._seed = seed % 2**63  # what a message holds: torch's own seeds have 64 bits
         self._memory = SharedMemory(
@@ -108,7 +116,9 @@ class LiveServer:
         self._state.version = version
         self._queue = queue
         self._began = time.monotonic()
-        self._vault = Vault(memory, self._trainee, self._memory.down, HEAD)
+        self._vault: Vault | NoVault = NoVault()
+        if shards is None:
+            self._vault = Vault(memory, self._trainee, self._memory.down, HEAD)
         if found is not None:
             self._take_over(found)
         adopt(self._layouts, self._memory.down, found=found is not None)
@@ -252,8 +262,14 @@ class LiveServer:
                 incarnation=member.life,
                 slots=self._workers,
                 epoch=self._queue.epoch,
+                shards=self._addresses_for(peer),
             )
         )
+
+    def _addresses_for(self, peer: Peer) -> tuple[str, ...]:
+        if self._shards is None:
+            return ()
+        return self._shards.remote_addresses if peer.remote else self._shards.addresses
 
     def _check_model(self, hello: wire.Hello) -> None:
         theirs = tuple(tuple(entry) for entry in hello.model)
@@ -302,15 +318,15 @@ class LiveServer:
             raise WireError(f"a push on version {message.version}, and the newest is {self._state.version}")
         if message.examples > _MOST_EXAMPLES:
             raise WireError(f"a push of {message.examples} examples, and there can be {_MOST_EXAMPLES} at most")
-        if len(message.used) != -(-len(self._layouts.trained) // 8):
-            raise WireError(f"a push that tells of {8 * len(message.used)} parameters, of {len(self._layouts.trained)}")
+        if len(message.used) != -(-self._num_trained // 8):
+            raise WireError(f"a push that tells of {8 * len(message.used)} parameters, of {self._num_trained}")
         member.pushed_at = now
-        member.figures.bytes_in += self._layouts.up.nbytes
+        member.figures.bytes_in += self._up_bytes
         loss = None if math.isnan(message.loss) else message.loss
         push = decided.Push(member.rank, member.life, message.step, message.version, message.examples, loss)
         checksum = 0
         if message.step == member.step:
-            amiss, checksum = examine(self._layouts, member.gradients)
+            amiss, checksum = self._examine(member, message.step)
             if amiss is not None:
                 self._trace(traced.NotFinite(member.rank, message.step, message.version))
                 self._refuse_numbers(member, message.step, amiss)
@@ -331,9 +347,24 @@ class LiveServer:
         self._vault.taken(len(self._arrived))
         if message.examples and actions and isinstance(actions[0], decided.Commit) and actions[0].pushes == (push,):
             self._only = member.gradients, message.used
+            if self._shards is not None:
+                self._shards.take_only(member.rank, message.used, shared=member.local)
         else:
+            if self._shards is not None:
+                self._shards.take(member.rank, message.examples, message.used, shared=member.local)
             self._gathered.add(member.gradients, message.examples, message.used)
+            if self._shards is not None:
+                self._shards.settle()
         self._do(actions)
+
+    def _examine(self, member: Member, step: int) -> tuple[str | None, int]:
+        """What is not finite in a push, and its checksum; of all its parts, while each server looks at its own."""
+        if self._shards is None:
+            return examine(self._layouts, member.gradients)
+        self._shards.begin_examining(member.rank, step, shared=member.local)
+        amiss, checksum = examine(self._layouts, member.gradients)
+        elsewhere, rest = self._shards.end_examining()
+        return amiss or elsewhere, (checksum + rest) % 2**64
 
     def _take_mean(self, member: Member, message: wire.Mean) -> None:
         """Take a worker's part of a mean; rounds go on without it, or others would wait for it and it for them."""
@@ -406,13 +437,15 @@ class LiveServer:
         member.step, member.step_began = step, now
         self._trace(traced.Given(member.rank, step, self._memory.version, fresh, epoch, batch))
         tensors = self._parameters_for(member) if fresh else None
-        member.figures.bytes_out += self._layouts.down.nbytes if fresh else 0
+        member.figures.bytes_out += self._down_bytes if fresh else 0
         member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch, member.ask), tensors)
 
     def _parameters_for(self, member: Member) -> memoryview | None:
         """What has to travel to a member of another host; what of it still waits is copied before the next commit."""
         if member.local:
             return None
+        if self._shards is not None:
+            self._shards.give(member.rank, self._memory.version)
         return memory_of(self._memory.down)
 
     def _commit(self, commit: decided.Commit) -> None:
@@ -423,9 +456,12 @@ class LiveServer:
         rate = self._host.rate()
         try:
             self._vault.before_update()
-            with torch.no_grad():
-                self._gathered.put(self._only)
-            self._trainee.update()
+            if self._shards is None:
+                with torch.no_grad():
+                    self._gathered.put(self._only)
+                self._trainee.update()
+            else:
+                self._update_with_others(self._shards)
             publish(self._layouts, self._memory.down)
             self._memory.version += 1
             self._queue.commit()  # all that was pushed: policies leave nothing behind
@@ -437,6 +473,18 @@ class LiveServer:
         for parameter in self._layouts.trained:  # an optimizer's zero_grad takes 50 us for its profiling alone
             parameter.grad = None
         self._tell(commit, rate, time.monotonic() - began)
+
+    def _update_with_others(self, shards: Shards) -> None:
+        """Make our part of a commit while the other servers make theirs."""
+        version = self._memory.version + 1
+        shards.ready(version)
+        with torch.no_grad():
+            self._gathered.put(self._only)
+        norm = shards.update(version)
+        if self._trainee.clip_norm is not None:
+            clip(self._layouts, self._trainee.clip_norm, norm)
+        replace(self._trainee, clip_norm=None).update()
+        shards.settle()
 
     def _tell(self, commit: decided.Commit, rate: float, seconds: float) -> None:
         """Note what a commit was made of; the policy's version may be ahead, for it counts what it has decided."""

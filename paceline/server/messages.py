@@ -115,6 +115,7 @@ class Welcome(NamedTuple):
     incarnation: Count
     slots: Count  # of gradients, in memory that is shared
     epoch: Count  # the first one that is not done
+    shards: tuple[str, ...] = ()  # where the other servers are, which hold the rest of the parameters
 
 
 class Go(NamedTuple):
@@ -177,9 +178,118 @@ class Refused(NamedTuple):
     reason: str
 
 
+# Between workers and the servers beside the first, each of which holds a part of the parameters.
+
+
+class Attach(NamedTuple):
+    """Worker: parts of this rank's pushes come from here, and parameters go here."""
+
+    rank: Count
+
+
+class Part(NamedTuple):
+    """Worker: this server's part of a push, which the first server hears of when all have theirs."""
+
+    step: Count
+
+
+class Took(NamedTuple):
+    """Server: the part has come."""
+
+    step: Count
+
+
+class Parameters(NamedTuple):
+    """Server: its part of the parameters."""
+
+    version: Count
+
+
+# Orders of the first server to each of the others, numbered, done one after the other and answered by Done.
+
+
+class Begin(NamedTuple):
+    """Take the parameters and the state that lie in the memory, and serve."""
+
+    number: Count
+    version: Count
+    workers: Count
+    state: Count  # bytes of it
+
+
+class Examine(NamedTuple):
+    """Look at a part: its checksum, and what is not finite."""
+
+    number: Count
+    rank: Count
+    step: Count
+    shared: bool  # it lies in the memory
+
+
+class Take(NamedTuple):
+    """Add a part to the mean of the next commit."""
+
+    number: Count
+    rank: Count
+    examples: Count
+    shared: bool
+    used: bytes  # one bit per parameter of the part
+
+
+class Ready(NamedTuple):
+    """Have the gradients of a commit ready, and say how long each is if they are to be clipped."""
+
+    number: Count
+    version: Count  # of the parameters that it makes
+    rank: int  # whose part is all of it; -1: the mean
+    shared: bool
+    used: bytes
+
+
+class Update(NamedTuple):
+    """Make the commit."""
+
+    number: Count
+    version: Count
+    norm: float  # of all gradients; NaN: they are not clipped
+
+
+class Give(NamedTuple):
+    """Send a worker the parameters, as they are now."""
+
+    number: Count
+    rank: Count
+    version: Count
+
+
+class Tell(NamedTuple):
+    """Put the optimizers' state into the memory, for a checkpoint."""
+
+    number: Count
+
+
+class End(NamedTuple):
+    """The run is over."""
+
+    number: Count
+
+
+MISSING_PART = b"\0"  # in place of the name of what is not finite: not all of the push has come
+
+
+class Done(NamedTuple):
+    """The order is carried out."""
+
+    number: Count
+    value: Count = 0  # a checksum, or how many bytes
+    result: bytes = b""
+
+
 Message: TypeAlias = (
     Hello | Data | Ask | Push | Skip | More | Mean | Save | Record | Alive | Leave
     | Welcome | Go | Batch | Finished | Averaged | Saved | Warned | Unknown | Refused | Over
+    | Attach | Part | Took | Parameters
+    | Begin | Examine | Take | Ready | Update | Give | Tell | End | Done
 )  # fmt: skip
 
 KINDS: dict[int, type[Message]] = {
@@ -204,4 +314,17 @@ KINDS: dict[int, type[Message]] = {
     39: Warned,
     40: Unknown,
     41: Over,
+    64: Attach,
+    65: Part,
+    66: Took,
+    67: Parameters,
+    80: Begin,
+    81: Examine,
+    82: Take,
+    83: Ready,
+    84: Update,
+    85: Give,
+    86: Tell,
+    87: End,
+    88: Done,
 }

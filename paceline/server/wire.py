@@ -25,12 +25,21 @@ from paceline.server.messages import (
     Batch,
     Count,
     Described,
+    Done,
+    Examine,
+    Give,
     Go,
     Hello,
     Message,
     More,
+    Parameters,
+    Part,
     Push,
+    Ready,
     Skip,
+    Take,
+    Took,
+    Update,
 )
 
 MAGIC = b"PL"
@@ -187,4 +196,5 @@ def _named(kind: Any) -> str:
 
 _DESCRIBED = list(get_type_hints(Described, include_extras=True).values())
 _PACKED: set[type[Message]] = {Ask, Push, Skip, More, Go, Batch}
+_PACKED |= {Part, Took, Parameters, Examine, Take, Ready, Update, Give, Done}
 _FORMS = {kind: _Packed(kind) if kind in _PACKED else _Text(kind) for kind in KINDS.values()}

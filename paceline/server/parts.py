@@ -1,0 +1,173 @@
+"""A worker's end of the servers beside the first, which hold the other parts of the parameters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from paceline.errors import CommError
+from paceline.server import messages as wire
+from paceline.server.calling import call
+from paceline.server.channel import Sealing
+from paceline.server.dealing import layouts_of, starts_of
+from paceline.server.gathering import fill_push, read_parameters
+from paceline.server.layout import ModelLayouts, memory_of
+from paceline.server.lines import Line
+from paceline.server.memory import SharedMemory
+from paceline.server.pieces import Pieces
+from paceline.server.wire import decode, encode
+
+_TIME_TO_COME = 10.0  # seconds: they are up before the first server welcomes anybody
+_VANISHED_AFTER = 4.0  # seconds without any answer of the servers' host
+_TICK = 0.5
+
+
+class ConnectionLost(Exception):
+    """A server beside the first cannot be reached any more."""
+
+
+class _SharedPart:
+    """A part that lies in memory of this host."""
+
+    def __init__(self, layouts: ModelLayouts, file: int, *, slots: int, rank: int) -> None:
+        self._layouts = layouts
+        self._memory = SharedMemory(file, down=layouts.down.nbytes, up=layouts.up.nbytes, slots=slots)
+        self._gradients = layouts.up.views(self._memory.slot(rank))
+        self._parameters = layouts.down.views(self._memory.down)
+
+    def begin_push(self, step: int) -> bytes:
+        return fill_push(self._layouts, self._gradients)
+
+    def end_push(self, step: int) -> None: ...
+
+    def receive(self, version: int) -> int:
+        found = self._memory.version
+        if found != version:  # the first server's lock keeps commits from going on while we read
+            raise CommError(f"the servers have different versions of the parameters, {version} and {found}")
+        return version
+
+    def read(self) -> None:
+        read_parameters(self._layouts, self._parameters)
+
+    def close(self) -> None: ...
+
+
+class _DistantPart:
+    """A part that travels over a line of its own."""
+
+    def __init__(self, layouts: ModelLayouts, address: str, *, token: bytes, sealing: Sealing, rank: int) -> None:
+        self._layouts = layouts
+        self._gradients, self._parameters = (
+            torch.zeros(layout.nbytes, dtype=torch.uint8) for layout in (layouts.up, layouts.down)
+        )
+        self._gradient_views = layouts.up.views(self._gradients)
+        self._parameter_views = layouts.down.views(self._parameters)
+        self._into = Pieces(memory_of(self._parameters))
+        self._version = -1  # of the parameters that have come
+        try:
+            self._line: Line = call(address, token, sealing, seconds=_TIME_TO_COME)
+        except CommError:
+            raise ConnectionLost from None
+        self._line.send_all(encode(wire.Attach(rank)), vanished_after=_VANISHED_AFTER)
+
+    def begin_push(self, step: int) -> bytes:
+        used = fill_push(self._layouts, self._gradient_views)
+        tensors = Pieces(memory_of(self._gradients))
+        self._line.send_all(encode(wire.Part(step)), tensors, vanished_after=_VANISHED_AFTER)
+        return used
+
+    def end_push(self, step: int) -> None:
+        """Wait until the server has the part."""
+        while True:
+            message = self._hear()
+            if isinstance(message, wire.Took) and message.step == step:
+                return
+
+    def receive(self, version: int) -> int:
+        """Wait for parameters of this version; give the version that has come, which may be a later one."""
+        while self._version < version:
+            self._hear()
+        return self._version
+
+    def read(self) -> None:
+        read_parameters(self._layouts, self._parameter_views)
+
+    def close(self) -> None:
+        self._line.close()
+
+    def _hear(self) -> wire.Message:
+        while (received := self._line.receive(self._into)) is None:
+            self._line.wait(_TICK)
+            if self._line.ended or self._line.silence.seconds(time.monotonic()) > _VANISHED_AFTER:
+                raise ConnectionLost
+        message = decode(received.head)
+        if isinstance(message, wire.Refused):
+            raise CommError(f"a server that holds a part of the parameters refused this worker: {message.reason}")
+        if isinstance(message, wire.Parameters):
+            self._version = message.version
+        return message
+
+
+class OtherParts:
+    """All parts of the parameters but the first server's, as one worker pushes and pulls them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        welcome: wire.Welcome,
+        *,
+        token: bytes,
+        sealing: Sealing,
+        memories: Sequence[int] | None,
+        reached_at: str,
+    ) -> None:
+        own, *others = layouts_of(model, 1 + len(welcome.shards))
+        self.own = own  # what the first server holds
+        self._starts = starts_of([own, *others])
+        self._parts: list[_SharedPart | _DistantPart] = []
+        try:
+            for place, (layouts, address) in enumerate(zip(others, welcome.shards, strict=True)):
+                if memories is not None:
+                    part = _SharedPart(layouts, memories[place], slots=welcome.slots, rank=welcome.rank)
+                    self._parts.append(part)
+                    continue
+                where = _at_the_same_host(address, reached_at)
+                self._parts.append(_DistantPart(layouts, where, token=token, sealing=sealing, rank=welcome.rank))
+        except BaseException:
+            self.close()
+            raise
+
+    def push(self, step: int, used: bytes) -> bytes:
+        """Let every server have its part of a push, and give the bits of all parameters that have a gradient.
+
+        ``used`` are those of the first server's part. When this returns, all parts have come.
+        """
+        bits = int.from_bytes(used, "little")
+        for part, start in zip(self._parts, self._starts[1:], strict=False):
+            bits |= int.from_bytes(part.begin_push(step), "little") << start
+        for part in self._parts:
+            part.end_push(step)
+        return bits.to_bytes(-(-self._starts[-1] // 8), "little")
+
+    def read(self, version: int) -> bool:
+        """Take the parameters of this version into the model; False if later ones have come, so that a step has too."""
+        found = [part.receive(version) for part in self._parts]
+        if any(each != version for each in found):
+            return False
+        for part in self._parts:
+            part.read()
+        return True
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+
+def _at_the_same_host(address: str, known: str) -> str:
+    """The address with the host that we know the first server by: what a server binds may be any interface."""
+    if not (address.startswith("tcp://") and known.startswith("tcp://")):
+        return address
+    return f"{known.rpartition(':')[0]}:{address.rpartition(':')[2]}"

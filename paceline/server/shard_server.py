@@ -1,0 +1,186 @@
+"""A server beside the first: it holds a part of the parameters, and does what the first one orders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from paceline.errors import CommError, WireError
+from paceline.server import messages as wire
+from paceline.server.dealing import layouts_of
+from paceline.server.gathering import MeanOfPushes, adopt, examine, publish
+from paceline.server.layout import Laid, memory_of
+from paceline.server.listening import Ended, Heard, Listener, Peer
+from paceline.server.memory import SharedMemory
+from paceline.server.pieces import Pieces
+from paceline.server.shard_state import clip, load_state, norms_of, write_state
+from paceline.trainee import Trainee
+
+_TICK = 0.2  # seconds between two looks at whether we are asked to stop
+_REMEMBERED = 8  # answers: more orders are never under way
+
+
+class _Part:
+    """What a worker that shares no memory has sent of its gradients."""
+
+    def __init__(self, peer: Peer, laid: Laid) -> None:
+        self.peer, self.laid = peer, laid
+        self.step = -1
+        peer.tensors = Pieces(memory_of(laid.memory))
+
+
+class ShardServer:
+    """Server ``shard`` of so many, from 1 on: the parameters of its part lie in the memory ``file``.
+
+    ``address`` is where workers of other hosts reach it, if they do. All orders come from the first server, over one
+    connection; they are numbered, and one that comes again is answered again and not carried out.
+    """
+
+    def __init__(
+        self, trainee: Trainee, *, shard: int, servers: int, file: int, listener: Listener, address: str | None = None
+    ) -> None:
+        self._clip_norm = trainee.clip_norm
+        self._trainee = replace(trainee, scaler=None, clip_norm=None)
+        self._layouts = layouts_of(trainee.model, servers)[shard]
+        self._gathered = MeanOfPushes(self._layouts)
+        self._file, self._listener, self._address = file, listener, address
+        self._memory: SharedMemory | None = None
+        self._first: Peer | None = None  # the server that orders
+        self._orders = 0  # carried out
+        self._answers: dict[int, wire.Done] = {}  # to the last few of them
+        self._parts: dict[int, _Part] = {}  # by rank; kept when a worker is gone, since its push may still be taken
+        self._ended = False
+
+    def serve(self, asked_to_stop: Callable[[], bool]) -> None:
+        """Serve until the first server ends the run; if that is not there, until we are asked to stop."""
+        while not self._ended and not (self._first is None and asked_to_stop()):
+            for peer, heard in self._listener.hear(_TICK):
+                self._take_in(peer, heard)
+
+    def _take_in(self, peer: Peer, heard: Heard) -> None:
+        try:
+            match heard:
+                case WireError():
+                    raise heard
+                case Ended():
+                    self._listener.forget(peer)
+                    if peer is self._first and not self._ended:
+                        raise CommError(
+                            "the first server is gone, which decides; look at its own output for the reason"
+                        )
+                case wire.Begin() if self._first is None and not peer.remote:
+                    self._first = peer
+                    self._obey(heard)
+                case wire.Attach():
+                    self._attach(peer, heard.rank)
+                case wire.Part():
+                    self._note_part(peer, heard.step)
+                case wire.Alive():
+                    pass
+                case _ if peer is self._first:
+                    self._obey(heard)
+                case _:
+                    raise WireError(f"wanted a part of a push, found {type(heard).__name__}; the first server decides")
+        except WireError as error:
+            peer.send(wire.Refused(str(error)))
+
+    # Workers -----------------------------------------------------------------------------------------------------
+
+    def _attach(self, peer: Peer, rank: int) -> None:
+        memory = torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8)
+        self._parts[rank] = _Part(peer, Laid(self._layouts.up, memory))
+
+    def _note_part(self, peer: Peer, step: int) -> None:
+        for part in self._parts.values():
+            if part.peer is peer:
+                part.step = step
+                peer.send(wire.Took(step))
+
+    def _part_of(self, rank: int, *, shared: bool) -> Laid:
+        assert self._memory is not None
+        return Laid(self._layouts.up, self._memory.slot(rank)) if shared else self._parts[rank].laid
+
+    # Orders ------------------------------------------------------------------------------------------------------
+
+    def _obey(self, order: wire.Message) -> None:
+        """Carry out an order and answer it."""
+        assert self._first is not None
+        number = getattr(order, "number", 0)
+        if number == self._orders + 1:
+            self._answers[number] = self._carry_out(order)._replace(number=number)
+            self._answers.pop(number - _REMEMBERED, None)
+            self._orders = number
+        if number not in self._answers:
+            raise WireError(f"wanted order {self._orders + 1}, found {order}")
+        self._first.send(self._answers[number])
+
+    def _carry_out(self, order: wire.Message) -> wire.Done:
+        done = wire.Done(0)
+        match order:
+            case wire.Begin():
+                self._begin(order)
+                return done._replace(result=(self._address or "").encode())
+            case wire.Examine():
+                return self._examine(order)
+            case wire.Take():
+                part = self._part_of(order.rank, shared=order.shared)
+                with torch.no_grad():
+                    self._gathered.add(part, order.examples, order.used)
+            case wire.Ready():
+                return done._replace(result=self._make_ready(order))
+            case wire.Update():
+                self._update(order)
+            case wire.Give():
+                self._give(order)
+            case wire.Tell():
+                return done._replace(value=write_state(self._file, self._trainee, self._layouts))
+            case wire.End():
+                self._ended = True
+            case _:
+                raise WireError(f"wanted an order, found {type(order).__name__}")
+        return done
+
+    def _begin(self, order: wire.Begin) -> None:
+        down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
+        self._memory = SharedMemory(self._file, down=down, up=up, slots=order.workers)
+        adopt(self._layouts, self._memory.down, found=True)
+        load_state(self._file, order.state, self._trainee)
+
+    def _examine(self, order: wire.Examine) -> wire.Done:
+        if not order.shared and (order.rank not in self._parts or self._parts[order.rank].step != order.step):
+            return wire.Done(0, result=wire.MISSING_PART)
+        amiss, checksum = examine(self._layouts, self._part_of(order.rank, shared=order.shared))
+        return wire.Done(0, checksum, (amiss or "").encode())
+
+    def _make_ready(self, order: wire.Ready) -> bytes:
+        self._check_version(order.version - 1)
+        only = None if order.rank < 0 else (self._part_of(order.rank, shared=order.shared), order.used)
+        with torch.no_grad():
+            self._gathered.put(only)
+        return norms_of(self._layouts) if self._clip_norm is not None else b""
+
+    def _update(self, order: wire.Update) -> None:
+        """Make the commit; the first server keeps workers of this host from reading meanwhile."""
+        assert self._memory is not None
+        self._check_version(order.version - 1)
+        self._listener.keep_what_waits()
+        if self._clip_norm is not None and not math.isnan(order.norm):
+            clip(self._layouts, self._clip_norm, order.norm)
+        self._trainee.update()
+        publish(self._layouts, self._memory.down)
+        self._memory.version = order.version
+        self._trainee.clear_gradients()
+
+    def _give(self, order: wire.Give) -> None:
+        assert self._memory is not None
+        self._check_version(order.version)
+        if order.rank in self._parts:  # else it is gone
+            self._parts[order.rank].peer.send(wire.Parameters(order.version), memory_of(self._memory.down))
+
+    def _check_version(self, version: int) -> None:
+        found = self._memory.version if self._memory is not None else None
+        if found != version:
+            raise WireError(f"an order for version {version}, and this server has {found}")

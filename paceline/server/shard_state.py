@@ -1,0 +1,119 @@
+"""What a server that holds a part of the parameters needs of the others' state: optimizers, schedulers, norms."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.record.state_tree import pack, unpack
+from paceline.server.layout import ModelLayouts
+from paceline.trainee import Trainee
+
+_PLACE = 1 << 40  # in the memory that servers share: the file is sparse, and the tensors come long before it
+_NO_GRADIENT = -1.0
+
+
+def write_state(file: int, trainee: Trainee, layouts: ModelLayouts) -> int:
+    """Put the state that ``trainee`` has for a server's part into the memory of that server; give its length.
+
+    The parameters lie there anyway.
+    """
+    state = {
+        "optimizers": [
+            [[number, dict(optimizer.state[each])] for number, each in _numbered(optimizer, layouts)]
+            for optimizer in trainee.optimizers
+        ],
+        "groups": [[{**group, "params": None} for group in each.param_groups] for each in trainee.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in trainee.schedulers],
+    }
+    tree, tensors = pack(state)
+    stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    text = json.dumps(tree).encode()
+    stored["state"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    blob = save(stored)
+    os.posix_fallocate(file, _PLACE, len(blob))
+    with mmap.mmap(file, len(blob), offset=_PLACE) as memory:
+        memory[:] = blob
+    return len(blob)
+
+
+def _read_state(file: int, length: int) -> dict[str, Any]:
+    with mmap.mmap(file, length, offset=_PLACE, access=mmap.ACCESS_READ) as memory:
+        tensors = {name: tensor.clone() for name, tensor in load(memory[:]).items()}  # aligned as torch does it
+    os.ftruncate(file, _PLACE)  # it is not needed any more
+    text = tensors.pop("state").numpy().tobytes()
+    state: dict[str, Any] = unpack(json.loads(text), tensors)
+    return state
+
+
+def load_state(file: int, length: int, trainee: Trainee) -> None:
+    """Take the state that the first server has put into the memory, as a resumed run takes a checkpoint's."""
+    found = _read_state(file, length)
+    for optimizer, groups, states in zip(trainee.optimizers, found["groups"], found["optimizers"], strict=True):
+        own = optimizer.state_dict()
+        merged = [{**new, "params": old["params"]} for new, old in zip(groups, own["param_groups"], strict=True)]
+        optimizer.load_state_dict({"state": dict(states), "param_groups": merged})
+    for scheduler, state in zip(trainee.schedulers, found["schedulers"], strict=True):
+        scheduler.load_state_dict(state)
+
+
+def collect_state(file: int, length: int, trainee: Trainee) -> None:
+    """Put what another server's optimizers remember beside what the first one's do, for a checkpoint."""
+    found = _read_state(file, length)
+    for optimizer, states in zip(trainee.optimizers, found["optimizers"], strict=True):
+        parameters = _parameters_of(optimizer)
+        for number, state in states:
+            optimizer.state[parameters[number]] = state
+        ordered = {each: optimizer.state[each] for each in parameters if each in optimizer.state}
+        optimizer.state.clear()
+        optimizer.state.update(ordered)
+
+
+def _numbered(optimizer: Optimizer, layouts: ModelLayouts) -> Iterator[tuple[int, Tensor]]:
+    """The parameters of a part that an optimizer remembers something of, with their numbers."""
+    ours = {id(parameter) for parameter in layouts.parameters}
+    for number, parameter in enumerate(_parameters_of(optimizer)):
+        if id(parameter) in ours and parameter in optimizer.state:
+            yield number, parameter
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# Clipping, which needs the norm over all servers ---------------------------------------------------------------------
+
+
+def norms_of(layouts: ModelLayouts) -> bytes:
+    """The norm of each gradient of a part."""
+    norms = [
+        _NO_GRADIENT if each.grad is None else float(torch.linalg.vector_norm(each.grad)) for each in layouts.trained
+    ]
+    return struct.pack(f"<{len(norms)}d", *norms)
+
+
+def total_norm(norms: Sequence[bytes], layouts: Sequence[ModelLayouts]) -> float:
+    """The norm over all parts, added up in the order and precision in which torch adds them."""
+    found = [
+        torch.tensor(norm, dtype=parameter.dtype)
+        for each, part in zip(norms, layouts, strict=True)
+        for (norm,), parameter in zip(struct.iter_unpack("<d", each), part.trained, strict=True)
+        if norm != _NO_GRADIENT
+    ]
+    return float(nn.utils.get_total_norm(found))
+
+
+def clip(layouts: ModelLayouts, longest: float, norm: float) -> None:
+    """Clip the gradients of a part, where all of them together have this norm."""
+    clipped = [parameter for parameter in layouts.trained if parameter.grad is not None]
+    if clipped:
+        nn.utils.clip_grads_with_norm_(clipped, longest, torch.tensor(norm, dtype=clipped[0].dtype))

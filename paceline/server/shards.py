@@ -1,0 +1,207 @@
+"""The servers beside the first, as the first one orders them about: each holds a part of the parameters.
+
+The first server decides; the others do as they are told, one order after the other, so that a commit, and a worker's
+getting the parameters, come at the same point of every server's order. A worker goes on only when all have answered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.errors import CommError, WireError
+from paceline.server import messages as wire
+from paceline.server.calling import call
+from paceline.server.dealing import bits_of, layouts_of, starts_of
+from paceline.server.gathering import adopt
+from paceline.server.layout import ModelLayouts
+from paceline.server.lines import Line
+from paceline.server.memory import SharedMemory
+from paceline.server.shard_state import collect_state, norms_of, total_norm, write_state
+from paceline.server.wire import decode, encode
+from paceline.trainee import Trainee
+
+_TIME_TO_COME = 60.0  # seconds for a server to run the script up to join()
+_TIME_TO_END = 1.0
+_TICK = 0.5
+
+
+class _Other:
+    """One of the other servers."""
+
+    def __init__(self, number: int, line: Line, file: int, memory: SharedMemory) -> None:
+        self.number, self._line, self.file, self.memory = number, line, file, memory
+        self.awaited = 0  # answers
+        self.answer = wire.Done(0)  # the last one
+        self.remote_address = ""
+
+    def send(self, order: Any) -> None:
+        self._line.send(encode(order))
+        self.awaited += 1
+
+    def wait(self) -> None:
+        """Wait until every order is carried out."""
+        while self.awaited:
+            self._line.flush()
+            received = self._line.receive()
+            if received is None:
+                if self._line.ended:
+                    raise CommError(f"server {self.number}, which holds a part of the parameters, is gone")
+                self._line.wait(_TICK)
+                continue
+            message = decode(received.head)
+            if isinstance(message, wire.Refused):
+                raise CommError(f"server {self.number} refused an order: {message.reason}")
+            assert isinstance(message, wire.Done), f"server {self.number} answered an order by {message}"
+            self.answer = message
+            self.awaited -= 1
+
+    def close(self) -> None:
+        self._line.close(_TIME_TO_END)
+
+
+class Shards:
+    """Bring up the servers at ``addresses``, each of which shares one of the ``memories`` with us and the workers.
+
+    The parameters of ``trainee`` then lie in those memories, so that its model is always whole.
+    """
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        *,
+        memories: Sequence[int],
+        addresses: Sequence[str],
+        token: bytes,
+        workers: int,
+        version: int,
+    ) -> None:
+        self._trainee, self.addresses, self._clip_norm = trainee, tuple(addresses), trainee.clip_norm
+        self._layouts = layouts_of(trainee.model, 1 + len(memories))
+        self._starts = starts_of(self._layouts)
+        self.num_trained = self._starts[-1]
+        self.up_bytes, self.down_bytes = (
+            sum(layout.nbytes for layout in sizes)
+            for sizes in ([each.up for each in self._layouts], [each.down for each in self._layouts])
+        )
+        self._orders = 0
+        self._only: tuple[int, bool, bytes] | None = None
+        self._others: list[_Other] = []
+        for number, (layouts, file, address) in enumerate(zip(self._layouts[1:], memories, addresses, strict=True), 1):
+            memory = SharedMemory(file, down=layouts.down.nbytes, up=layouts.up.nbytes, slots=workers, create=True)
+            adopt(layouts, memory.down)
+            memory.version = version
+            line = call(address, token, "none", seconds=_TIME_TO_COME)
+            self._others.append(_Other(number, line, file, memory))
+        lengths = [write_state(other.file, trainee, part) for other, part in self._parts()]
+        number = self._number()
+        self._order([wire.Begin(number, version, workers, length) for length in lengths])
+        self._wait()
+        self.remote_addresses = tuple(other.answer.result.decode() for other in self._others)
+
+    @property
+    def layouts(self) -> ModelLayouts:
+        """What the first server holds itself."""
+        return self._layouts[0]
+
+    def _parts(self) -> list[tuple[_Other, ModelLayouts]]:
+        return list(zip(self._others, self._layouts[1:], strict=True))
+
+    # Pushes and commits ------------------------------------------------------------------------------------------
+
+    def begin_examining(self, rank: int, step: int, *, shared: bool) -> None:
+        """Have the parts of a push looked at."""
+        self._order_all(wire.Examine(self._number(), rank, step, shared))
+
+    def end_examining(self) -> tuple[str | None, int]:
+        """What is not finite in the parts, and the sum of their checksums."""
+        self._wait()
+        amiss = [other.answer.result for other in self._others if other.answer.result]
+        if wire.MISSING_PART in amiss:
+            raise WireError("a push of which not every server has its part")
+        return (amiss[0].decode() if amiss else None), sum(other.answer.value for other in self._others)
+
+    def take(self, rank: int, examples: int, used: bytes, *, shared: bool) -> None:
+        """Have the parts of a push added to the mean; ``settle`` before its worker goes on."""
+        number = self._number()
+        self._order([wire.Take(number, rank, examples, shared, part) for part in self._bits(used)])
+
+    def take_only(self, rank: int, used: bytes, *, shared: bool) -> None:
+        """The next commit consists of this push."""
+        self._only = rank, shared, used
+
+    def settle(self) -> None:
+        """Wait until all orders are carried out."""
+        self._wait()
+
+    def ready(self, version: int) -> None:
+        """Have the gradients of a commit ready; ours lie in the parameters already."""
+        rank, shared, used = self._only or (-1, False, b"")
+        self._only = None
+        number = self._number()
+        self._order([wire.Ready(number, version, rank, shared, part) for part in self._bits(used)])
+
+    def update(self, version: int) -> float:
+        """Have the commit made while we make our part of it; give the norm that gradients have together, if wanted."""
+        norm = math.nan
+        if self._clip_norm is not None:
+            self._wait()
+            norm = total_norm([norms_of(self.layouts), *(each.answer.result for each in self._others)], self._layouts)
+        self._order_all(wire.Update(self._number(), version, norm))
+        return norm
+
+    def give(self, rank: int, version: int) -> None:
+        """Have a worker of another host sent the parameters."""
+        self._order_all(wire.Give(self._number(), rank, version))
+
+    # Checkpoints, and the end ------------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Have the whole state in our own model and optimizers."""
+        self._order_all(wire.Tell(self._number()))
+        self._wait()
+        for other, part in self._parts():
+            collect_state(other.file, other.answer.value, self._trainee)
+            for parameter, view in zip(part.parameters, part.down.views(other.memory.down), strict=True):
+                if parameter.device.type != "cpu":
+                    parameter.data.copy_(view)
+
+    def close(self) -> None:
+        """Let the others end."""
+        number = self._number()
+        for other in self._others:
+            other.send(wire.End(number))
+        for other in self._others:
+            other.close()
+
+    # Orders ------------------------------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        self._orders += 1
+        return self._orders
+
+    def _bits(self, used: bytes) -> list[bytes]:
+        return [bits_of(used, start, stop) for start, stop in zip(self._starts[1:-1], self._starts[2:], strict=True)]
+
+    def _order_all(self, order: Any) -> None:
+        self._order([order] * len(self._others))
+
+    def _order(self, orders: Sequence[Any]) -> None:
+        for other, order in zip(self._others, orders, strict=True):
+            other.send(order)
+
+    def _wait(self) -> None:
+        for other in self._others:
+            other.wait()
+
+
+class NoVault:
+    """In place of a ``Vault`` where there are several servers: none of them is replaced."""
+
+    def begin(self, version: int, note: object) -> None: ...
+    def recover(self, found: object) -> None: ...
+    def catch_up(self) -> None: ...
+    def taken(self, pushes: int) -> None: ...
+    def before_update(self) -> None: ...
+    def after_update(self, version: int, note: object) -> None: ...

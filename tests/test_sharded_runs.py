@@ -1,0 +1,145 @@
+"""Runs with several servers, in real processes that share memory: who may die, and what is whole in the end."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from processes import DEADLINE, finished, started
+from workbench import Bench, workbench
+
+from paceline.cli import main
+from paceline.launch.service import ServerOptions
+from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
+
+# All weights move by 1 a commit, and those of a commit's samples by 1000 more: a pull of several versions shows, and so
+# does a batch that is used twice, or not at all.
+SCRIPT = """
+import os, signal, sys, torch, paceline
+from torch import nn
+from paceline.launch.environment import take_server_place
+torch.set_num_threads(1)
+SAMPLES = 40
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(SAMPLES)) for _ in range(5))
+    def forward(self, x):
+        return sum((-part.sum() - 1000 * part[x].sum()) for part in self.parts)
+
+model = Model()
+place = take_server_place()
+before_join()
+with paceline.join(model, torch.optim.SGD(model.parameters(), lr=1.0), run="run", resume=True) as session:
+    for (x,) in session.batches(torch.utils.data.TensorDataset(torch.arange(SAMPLES)), 1, epochs=2):
+        with session.step():
+            first = model.parts[0].detach()
+            assert all(torch.equal(part.detach(), first) for part in model.parts), "several versions at once"
+            assert torch.equal(first % 1000, torch.full_like(first, session.steps % 1000)), "another version"
+            in_step(session)
+            model(x).backward()
+"""
+AFTER_TWO_EPOCHS = [2 * 1000.0 + 2 * 40] * 40  # of forty commits
+HOOKS = """
+def before_join(): pass
+def in_step(session): pass
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    with workbench(tmp_path, capsys, monkeypatch) as bench:
+        yield bench
+
+
+def final_weights(run: Path) -> list[torch.Tensor]:
+    (*_, last) = CheckpointFolder(run / "checkpoints").files()
+    return list(read_checkpoint(last)["trainee"]["model"].values())
+
+
+def test_samples_are_used_once_and_pulls_are_one_version_though_a_worker_dies_in_mid_push(bench: Bench) -> None:
+    """The second epoch with one server: a checkpoint does not say how many there were."""
+    hooks = """
+from paceline.server.parts import OtherParts
+def before_join():
+    pass
+def in_step(session):
+    if session.rank == 1 and place.incarnation == 0 and session.steps > 5:
+        def half(parts, step, used):
+            parts._parts[0].begin_push(step)
+            os.kill(os.getpid(), signal.SIGKILL)
+        OtherParts.push = half
+    if place.incarnation == 1:
+        Path("back").touch()
+    if session.steps > 20:
+        wait_for("back")
+"""
+    options = ServerOptions(needed=True, respawn=True, servers=2)
+    ended = bench.run(hooks + SCRIPT.replace("epochs=2", "epochs=1"), 2, policy="async", server=options)
+    assert (ended.code, ended.out) == (0, "")
+    assert ended.err == "paceline: worker 1 was killed by SIGKILL; another takes its place\n"
+    for weights in final_weights(bench.directory / "run"):
+        assert weights.tolist() == [1000.0 + 40] * 40
+    assert bench.run(HOOKS + SCRIPT, 1, policy="async", server=ServerOptions(needed=True)).code == 0
+    for weights in final_weights(bench.directory / "run"):
+        assert weights.tolist() == AFTER_TWO_EPOCHS
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_server_that_is_killed_ends_the_run(bench: Bench, shard: int) -> None:
+    hooks = f"""
+def before_join():
+    if place.role == "server":
+        Path(f"server-{{place.shard}}").write_text(str(os.getpid()))
+def in_step(session):
+    if session.rank == 0 and session.steps > 5:
+        os.kill(int(Path("server-{shard}").read_text()), signal.SIGKILL)
+        sleep()
+"""
+    ended = bench.run(hooks + SCRIPT, 1, policy="async", server=ServerOptions(needed=True, servers=2))
+    assert ended.code == 137
+    who = "the server" if shard == 0 else "server 1"
+    assert re.fullmatch(
+        rf"{who} was killed by SIGKILL \(.*\); out of memory\? of several servers none is replaced: resume .*\n",
+        ended.err,
+    ), ended.err
+
+
+def test_the_command_and_a_worker_from_elsewhere(tmp_path: Path) -> None:
+    """Over TCP, with a server and two beside it; the worker knows the address of the first alone."""
+    script, token = tmp_path / "script.py", tmp_path / "token"
+    script.write_text((HOOKS + SCRIPT).replace('"run"', repr(str(tmp_path / "run"))))
+    token.write_text(secrets.token_hex(32))
+    token.chmod(0o600)
+    arguments = ["--policy", "async", "--token-file", str(token)]
+    with started(["serve", "--workers", "1", "--servers", "3", *arguments, str(script)]) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().removeprefix("serving at tcp://").strip()
+        workers = finished(["run", "--workers", "1", "--join", address, *arguments, str(script)])
+        assert (workers.returncode, workers.stderr) == (0, "")
+        server.communicate(timeout=DEADLINE)
+        assert server.returncode == 0
+    for weights in final_weights(tmp_path / "run"):
+        assert weights.tolist() == AFTER_TWO_EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["train", "--servers", "2"], "--servers wants a policy with a parameter server, found all-reduce"),
+        (["run", "--servers", "0", "script.py"], "a run needs at least 1 server, got 0"),
+        (["run", "--servers", "2", "--join", "far:1", "script.py"], "--servers is for who starts the servers"),
+    ],
+)
+def test_mistakes(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
