@@ -168,6 +168,19 @@ def test_replay() -> None:
     assert positive(found["recording"], "pushes_per_second", "recorded_per_second")
 
 
+def test_server_kills() -> None:
+    found = run("server_kills.py")
+    assert found["server_kills"] == found["worker_kills"] == found["servers_found"] == 1
+    assert found["equal"] is True and found["exactly_once"] is True and found["versions_lost"] == 0
+    assert positive(found, "commits", "pushes", "hashes")
+
+
+def test_double_buffer() -> None:
+    rows = run("double_buffer.py")
+    assert [row["optimizer"] for row in rows] == ["sgd", "sgd, momentum", "adam"]
+    assert all(positive(row, "bytes", "update_us", "noting_us", "copying_us") for row in rows)
+
+
 def test_a_value_that_was_not_measured_is_a_dash_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
     print_table([{"bytes": 4, "mpi_us": 1.25}, {"bytes": 8, "mpi_us": None}], {"bytes": "d", "mpi_us": ".1f"})
     assert [line.split() for line in capsys.readouterr().out.splitlines()][1:] == [["4", "1.2"], ["8", "-"]]
