@@ -85,7 +85,8 @@ def _has_rest(message: Message) -> bool:
 
 
 def _rest(message: Message) -> bytes:
-    return bytes(message[-1]) if _has_rest(message) else b""
+    fields: tuple[Any, ...] = message
+    return bytes(fields[-1]) if _has_rest(message) else b""
 
 
 @given(message=MESSAGES, data=st.data())
