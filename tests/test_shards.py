@@ -70,11 +70,9 @@ def momentum() -> Trainee:
     """In two groups, and clipped: for which all servers' gradients have to be known."""
     torch.manual_seed(6)
     model = Model()
-    groups: list[dict[str, Any]] = [
-        {"params": model.first.parameters()},
-        {"params": [*model.norm.parameters(), *model.last.parameters()]},
-    ]
-    return Trainee(model=model, optimizers=[SGD(groups, lr=0.1, momentum=0.9)], clip_norm=0.7)
+    groups = [[*model.first.parameters()], [*model.norm.parameters(), *model.last.parameters()]]
+    optimizer = SGD([{"params": group} for group in groups], lr=0.1, momentum=0.9)
+    return Trainee(model=model, optimizers=[optimizer], clip_norm=0.7)
 
 
 def outcome(policy: str, make: Callable[[], Trainee], servers: int, workers: int = 3) -> Any:
@@ -139,7 +137,7 @@ def versions(count: int = 5) -> Trainee:
 
 def held(model: nn.Module) -> list[float]:
     """The numbers that are in the tensors."""
-    return [float(number) for number in set(torch.cat([each.detach() for each in model.parameters()]).tolist())]
+    return sorted({float(number) for each in model.parameters() for number in each.detach().aminmax()})
 
 
 @pytest.mark.parametrize(("policy", "servers"), [("async", 2), ("async", 3), ("k-sync(k=2)", 3)])
@@ -148,7 +146,7 @@ def test_a_pull_never_mixes_versions(policy: str, servers: int) -> None:
         for _ in range(60):
             with session.step():
                 assert held(own.model) == [float(session.steps)]
-                torch.autograd.backward(torch.stack([-each.sum() for each in own.model.parameters()]).sum())
+                torch.autograd.backward([-parameter.sum() for parameter in own.model.parameters()])
 
     with ShardedCluster(policy, versions, servers=servers, workers=4) as cluster:
         cluster.run([versions() for _ in range(4)], work, address=cluster.tcp_address)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from paceline.errors import CommError
+from paceline.errors import CommError, WireError
 from paceline.server.channel import Sealing
 from paceline.server.handshake import Opening
 from paceline.server.lines import Line
@@ -32,5 +32,9 @@ def call(address: str, token: bytes, sealing: Sealing, *, seconds: float) -> Lin
                 line.close()
                 raise CommError(f"the server at {address} does not answer")
             line.wait(_PAUSE)
-        line.channel = opening.finish(answer.head)
+        try:
+            line.channel = opening.finish(answer.head)
+        except WireError:
+            line.close()
+            raise
         return line

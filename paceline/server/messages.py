@@ -182,7 +182,7 @@ class Refused(NamedTuple):
 
 
 class Attach(NamedTuple):
-    """Worker: parts of this rank's pushes come from here, and parameters go here."""
+    """Worker: parts of this rank's pushes come from here, and parameters go here; answered by Took(0)."""
 
     rank: Count
 

@@ -71,7 +71,12 @@ class _DistantPart:
             self._line: Line = call(address, token, sealing, seconds=_TIME_TO_COME)
         except CommError:
             raise ConnectionLost from None
-        self._line.send_all(encode(wire.Attach(rank)), vanished_after=_VANISHED_AFTER)
+        try:
+            self._line.send_all(encode(wire.Attach(rank)), vanished_after=_VANISHED_AFTER)
+            self.end_push(0)  # or it might be told to send us parameters before it knows us
+        except BaseException:
+            self._line.close()
+            raise
 
     def begin_push(self, step: int) -> bytes:
         used = fill_push(self._layouts, self._gradient_views)

@@ -92,6 +92,7 @@ class ShardServer:
     def _attach(self, peer: Peer, rank: int) -> None:
         memory = torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8)
         self._parts[rank] = _Part(peer, Laid(self._layouts.up, memory))
+        peer.send(wire.Took(0))
 
     def _note_part(self, peer: Peer, step: int) -> None:
         for part in self._parts.values():
