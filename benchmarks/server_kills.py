@@ -72,15 +72,17 @@ def disturbed_run(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     said = run.with_name("stderr")
     with said.open("w") as errors:
-        environment = {**os.environ, MARK: mark}
+        environment = {**os.environ, MARK: mark, "PYTHONFAULTHANDLER": "1"}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
     began = time.monotonic()
     try:
         disturb(process, run, mark, arguments)
         process.send_signal(signal.SIGINT)
         code = process.wait(PATIENCE)
-    except TimeoutError as error:
-        sys.exit(f"{error}\n{said.read_text()[-3000:]}")
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
+        process.send_signal(signal.SIGABRT)  # it then says where it is
+        process.wait()
+        sys.exit(f"{error}\n{said.read_text()[-5000:]}")
     finally:
         process.kill()
     if code != 130:

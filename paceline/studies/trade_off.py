@@ -66,8 +66,6 @@ class TradeOffStudy(Study):
         ]
         with one_thread():
             runs = run_cases(cases, context, seconds=self.seconds, course=course)
-        if not runs.done:
-            raise KeyboardInterrupt
         falls = [fall_of(learned) for _, learned in runs.done]
         return StudyResult(
             study=self,
