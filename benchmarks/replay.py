@@ -3,7 +3,7 @@
     python benchmarks/replay.py [--runs 100] [--quick] [--json]
 
 Digits are learned by 2 to 8 real workers with random delays, under the policies in turn. In every second run workers
-are killed (SIGKILL) at random moments and replaced, and the run is broken off by SIGINT when they are back; the others
+are killed (SIGKILL) at random moments and replaced, and the run is broken off by SIGTERM when they are back; the others
 go on to their end. Each is replayed in this process. Then the rate of small pushes with and without a trace is taken.
 The exit code is 1 if one replay differs.
 """
@@ -98,8 +98,8 @@ def record(run: Path, policy: str, workers: int, kills: int, *, seed: int, dice:
         wanted = 0
         if kills:
             disturb(process, run, mark, workers, kills, dice)
-            process.send_signal(signal.SIGINT)
-            wanted = 130
+            process.send_signal(signal.SIGTERM)  # SIGINT is ignored by what a shell starts in the background
+            wanted = 128 + signal.SIGTERM
         _, said = process.communicate(timeout=DEADLINE)
     finally:
         process.kill()

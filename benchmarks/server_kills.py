@@ -3,7 +3,7 @@
     python benchmarks/server_kills.py [--server-kills 50] [--worker-kills 100] [--policy "k-async(k=2)"] [--json]
 
 Digits are learned by real workers. The server is killed (SIGKILL) whenever it has committed something since it came
-back, workers in between; others take their places. Then the run is stopped by SIGINT and replayed from its first step
+back, workers in between; others take their places. Then the run is stopped by SIGTERM and replayed from its first step
 in this process: every push, and the hash of the parameters that each new server has found, must be equal to the last
 bit. No worker may have seen a version that a server did not find again, and every batch of the epochs that are over
 must have been committed exactly once. The exit code is 1 if one of it is not so, or the target accuracy is missed.
@@ -77,7 +77,7 @@ def disturbed_run(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     try:
         disturb(process, run, mark, arguments)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         code = process.wait(PATIENCE)
     except (TimeoutError, subprocess.TimeoutExpired) as error:
         process.send_signal(signal.SIGABRT)  # it then says where it is
@@ -85,7 +85,7 @@ def disturbed_run(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         sys.exit(f"{error}\n{said.read_text()[-5000:]}")
     finally:
         process.kill()
-    if code != 130:
+    if code != 128 + signal.SIGTERM:
         sys.exit(f"the run ended with code {code}:\n{said.read_text()[-3000:]}")
     return {
         "server_kills": arguments.server_kills,
