@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+from paceline.errors import CommError
 from paceline.record.fingerprints import hash_of
 from paceline.server.gathering import adopt
 from paceline.server.layout import ModelLayouts
@@ -46,6 +47,7 @@ class Replaces(Optimizer):
 
 
 OPTIMIZERS["replaces"] = Replaces
+KEPT = list(OPTIMIZERS)
 
 
 class Server:
@@ -107,7 +109,7 @@ def test_nothing_is_found_where_nothing_was_kept(file: int) -> None:
     assert read_note(file) is None
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", KEPT)
 def test_a_successor_goes_on_as_if_nothing_had_happened(file: int, optimizer: str) -> None:
     wanted = hashes(optimizer, 12)
     for version in range(0, 12, 3):
@@ -119,7 +121,7 @@ def test_a_successor_goes_on_as_if_nothing_had_happened(file: int, optimizer: st
     assert server.hash() == wanted[12]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", KEPT)
 def test_an_update_that_was_broken_off_is_undone(file: int, optimizer: str) -> None:
     wanted = hashes(optimizer, 6)
     for version in range(6):
@@ -143,6 +145,28 @@ def test_pushes_that_waited_are_counted(file: int) -> None:
     server.commit()
     found = read_note(file)
     assert found is not None and found["taken"] == 0
+
+
+class Odd(SGD):
+    """An optimizer with a state that no checkpoint can hold."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["function"] = print
+
+
+OPTIMIZERS["odd"] = lambda parameters: Odd(parameters, lr=0.1)
+
+
+def test_a_state_that_cannot_be_kept_is_told_and_does_no_harm(file: int, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(file, "odd")
+    for _ in range(3):
+        server.commit()
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "from now on a server that is killed goes back to its last checkpoint"
+    ]
+    with pytest.raises(CommError, match="was not kept"):
+        read_note(file)
 
 
 @pytest.mark.processes

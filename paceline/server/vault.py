@@ -11,6 +11,7 @@ update, at best while nobody waits. So at any instant one of the two is whole, a
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import struct
@@ -21,10 +22,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.errors import CheckpointError, CommError
 from paceline.record.state_tree import pack, unpack
 from paceline.server.layout import Layout
 from paceline.trainee import Trainee
 
+logger = logging.getLogger("paceline")
+
+_GIVEN_UP = 1
 _MAGIC = 0x544C554156434150  # "PACVAULT"
 _WORD = struct.Struct("@Q")  # native: then it is written by one instruction, and never in part
 _WORDS = struct.Struct("@QQQQQ")
@@ -56,17 +61,23 @@ class Vault:
             os.ftruncate(file, _STATE)
         self._words = mmap.mmap(file, mmap.PAGESIZE, offset=_START)
         self._notes = [mmap.mmap(file, _NOTE, offset=_NOTES + side * _NOTE) for side in (0, 1)]
-        self._stretches = [_Stretch(down, _map(file, place + _SPARE, len(down)))]
+        self._stretches: list[_Stretch] = []
         self._extents: list[tuple[int, int]] = []  # offset and length of the stretches of optimizers' tensors
         self._placed: dict[tuple[int, int, str], Tensor] = {}  # by optimizer, parameter and name
         self._others: list[tuple[int, int, str, Any]] = []  # what the optimizers' states hold beside tensors
         self._small: tuple[dict[str, Any], str] | None = None  # the last small state, and its text
         self._version: int | None = None  # of the spare
+        self._keeps = True
+        try:
+            self._stretches.append(_Stretch(down, _map(file, place + _SPARE, len(down))))
+        except OSError as error:
+            self._give_up(error)
 
     def begin(self, version: int, note: Mapping[str, Any]) -> None:
         """Keep the present state as the first one."""
         self.after_update(version, note)
-        self._set(_MARK, _MAGIC)
+        if self._keeps:
+            self._set(_MARK, _MAGIC)
 
     def recover(self, found: Mapping[str, Any]) -> None:
         """Put everything back as of the last commit that was whole; ``found`` is what ``read_note`` gives."""
@@ -84,11 +95,19 @@ class Vault:
 
     def before_update(self) -> None:
         """Make sure that there is something to go back to."""
-        self.catch_up()
-        self._set(_STAND, self._word(_STAND) + 1)
+        if self._keeps:
+            self.catch_up()
+            self._set(_STAND, self._word(_STAND) + 1)
 
     def after_update(self, version: int, note: Mapping[str, Any]) -> None:
         """The update is done and is version ``version``: once this returns, workers may be told."""
+        if self._keeps:
+            try:
+                self._keep(version, note)
+            except (OSError, CheckpointError, IndexError) as error:
+                self._give_up(error)
+
+    def _keep(self, version: int, note: Mapping[str, Any]) -> None:
         self._place_tensors()
         front = json.dumps({**note, "version": version, "extents": self._extents})
         text = f'{front[:-1]}, "small": {self._small_state()}}}'.encode()
@@ -105,10 +124,16 @@ class Vault:
     def catch_up(self) -> None:
         """Bring the spare up to the work, if it is behind."""
         version = self._word(_STAND) // 2
-        if self._version != version:
+        if self._keeps and self._version != version:
             for stretch in self._stretches:
                 stretch.spare.copy_(stretch.work)
             self._version = version
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without: there is too little memory, or an optimizer has a state that cannot be written down."""
+        logger.warning("from now on a server that is killed goes back to its last checkpoint: %s", error)
+        self._keeps = False
+        self._set(_MARK, _GIVEN_UP)
 
     # Tensors of the optimizers -----------------------------------------------------------------------------------
 
@@ -203,12 +228,15 @@ class Vault:
 def read_note(file: int) -> dict[str, Any] | None:
     """What was noted with the last commit that was whole, if a server has kept anything in ``file``.
 
-    Beside it under ``taken``: how many pushes were taken since, and are lost.
+    Beside it under ``taken``: how many pushes were taken since, and are lost. ``CommError`` if it has begun to keep
+    things and given up.
     """
     words = os.pread(file, _WORDS.size, _START)
     if len(words) < _WORDS.size:
         return None
     magic, stand, *lengths, taken = _WORDS.unpack(words)
+    if magic == _GIVEN_UP:
+        raise CommError("what the server had was not kept when it was killed; resume the run from its last checkpoint")
     if magic != _MAGIC:
         return None
     side = stand // 2 % 2
