@@ -101,7 +101,7 @@ def test_what_became_of_steps() -> None:
         Pushed(0, 0, 2, 8, 0.0, 0, 0.0),
         Given(0, 1, 2, True, 0, 1),  # 5: pushed too late
         Cancelled(0, 1),
-        Given(0, 2, 3, True, 0, 1),  # 7: not to be told before that push
+        Given(0, 2, 3, True, 0, 1),  # 7: not to be told before that push, which is the second
         Late(0, 1, 2),
         Cancelled(0, 2),
         Given(0, 3, 4, True, 0, 2),  # 10: given up, by asking anew
@@ -114,9 +114,9 @@ def test_what_became_of_steps() -> None:
     ]
     assert read_versions(told) == {
         3: Read(version=2),
-        5: Read(version=2),
-        7: Read(doomed=True, after_push=True),
-        10: Read(version=5),
-        12: Read(lost=True),
+        5: Read(version=2, pushes=1),
+        7: Read(doomed=True, pushes=2),
+        10: Read(version=5, pushes=2),
+        12: Read(lost=True, pushes=2),
         15: Read(version=7),
     }

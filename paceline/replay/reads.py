@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.record.trace import (
     Asked,
@@ -27,43 +27,70 @@ class Read(NamedTuple):
     version: int = 0  # that it read, as it said later; 0: not known, and of no consequence
     doomed: bool = False  # it was cancelled
     lost: bool = False  # its worker died of something else before it came to anything
-    after_push: bool = False  # the push of its worker's step before came later than this was given
+    pushes: int = 0  # that its worker has made before it, since it joined: only then does it hear of this
 
 
 def read_versions(records: Sequence[Record]) -> dict[int, Read]:
     """Find out for every ``Given`` and ``Finished``, by its place in the trace."""
-    found: dict[int, Read] = {}
-    places: dict[tuple[int, int], int] = {}  # of the steps, by rank and number
-    under_way: dict[int, int] = {}  # by rank: the place of what it was given last, if nothing has become of it yet
+    reading = _Reading()
     for place, record in enumerate(records):
+        reading.take(place, record)
+    return reading.with_pushes()
+
+
+class _Reading:
+    """The state of one pass over a trace."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Read] = {}
+        self.pushed: set[int] = set()  # the places of steps that were pushed, in time or too late
+        self.lives: list[list[int]] = []  # the places of what each worker was given, from its joining to its end
+        self.life: dict[int, list[int]] = {}  # by rank: the present one
+        self.places: dict[tuple[int, int], int] = {}  # of the steps, by rank and number
+        self.under_way: dict[int, int] = {}  # by rank: what it was given last, if nothing has become of it yet
+
+    def take(self, place: int, record: Record) -> None:
         match record:
             case Given() | Finished():
                 if isinstance(record, Given):
-                    places[record.rank, record.step] = place
-                under_way[record.rank] = place
-                found[place] = Read(lost=True)  # unless there is word of it
+                    self.places[record.rank, record.step] = place
+                self.under_way[record.rank] = place
+                self.life[record.rank].append(place)
+                self.found[place] = Read(lost=True)  # unless there is word of it
             case Cancelled():
-                at = places[record.rank, record.step]
-                found[at] = found[at]._replace(doomed=True, lost=False)
-                under_way.pop(record.rank, None)
+                self._know(self.places[record.rank, record.step], doomed=True)
+                self.under_way.pop(record.rank, None)
             case Late():
-                at = places[record.rank, record.step]
-                found[at] = found[at]._replace(version=record.version, doomed=False)
-                later = under_way.get(record.rank)
-                if later is not None and later != at:
-                    found[later] = found[later]._replace(after_push=True)
+                at = self.places[record.rank, record.step]
+                self.pushed.add(at)
+                self._know(at, version=record.version, doomed=False)
             case Pushed() | NotFinite() | Skipped():
-                at = places[record.rank, record.step]
-                found[at] = found[at]._replace(version=record.version, lost=False)
-                under_way.pop(record.rank, None)
+                at = self.places[record.rank, record.step]
+                if not isinstance(record, Skipped):
+                    self.pushed.add(at)
+                self._know(at, version=record.version)
+                self.under_way.pop(record.rank, None)
             case Asked() | Left(dead=False):
-                if record.rank in under_way:
-                    at = under_way.pop(record.rank)
-                    found[at] = found[at]._replace(version=record.version, lost=False)
-            case Joined() | Left():
-                under_way.pop(record.rank, None)
+                if record.rank in self.under_way:
+                    self._know(self.under_way.pop(record.rank), version=record.version)
+            case Joined():
+                self.under_way.pop(record.rank, None)
+                self.life[record.rank] = []
+                self.lives.append(self.life[record.rank])
+            case Left():
+                self.under_way.pop(record.rank, None)
             case Began():
-                under_way, places = {}, {}
+                self.under_way, self.places = {}, {}
             case _:
                 pass
-    return found
+
+    def _know(self, place: int, **what: Any) -> None:
+        self.found[place] = self.found[place]._replace(**what, lost=False)
+
+    def with_pushes(self) -> dict[int, Read]:
+        for life in self.lives:
+            pushes = 0
+            for place in life:
+                self.found[place] = self.found[place]._replace(pushes=pushes)
+                pushes += place in self.pushed
+        return self.found

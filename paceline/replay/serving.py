@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
@@ -54,6 +54,14 @@ def serve_replay(trainee: Trainee, place: ServerPlace, order: ReplayOrder) -> No
     raise SystemExit(0)
 
 
+class _Word(NamedTuple):
+    """What a worker is to be told: when the parameters are of this version (None: any) and it has pushed so often."""
+
+    version: int | None
+    pushes: int
+    send: Callable[[], None]
+
+
 @dataclass(kw_only=True)
 class _Worker:
     """A worker that has joined."""
@@ -63,6 +71,8 @@ class _Worker:
     room: Laid  # where its pushes come
     ask: int = 0
     said: deque[wire.Message] = field(default_factory=deque)  # and not taken up yet
+    pushes: int = 0  # that have come
+    to_tell: deque[_Word] = field(default_factory=deque)
     gone: bool = False
 
 
@@ -81,7 +91,6 @@ class ReplayServer:
         self._calls: dict[int, deque[tuple[Peer, wire.Hello]]] = defaultdict(deque)  # of those who want to join
         self._workers: dict[int, _Worker] = {}
         self._ranks: dict[Peer, int] = {}
-        self._later: dict[int, list[Callable[[], None]]] = defaultdict(list)  # to be done at a version
         self._averaged: dict[int, dict[int, wire.Mean]] = defaultdict(dict)  # means under way: parts by rank
         self._pushes: list[Push] = []  # since the last commit; of the last one when there is none
         self._committed = True
@@ -187,7 +196,6 @@ class ReplayServer:
                     _kill(worker.process)
                 self._listener.forget(worker.peer)
             self._workers, self._ranks = {}, {}
-            self._later.clear()
             self._gathered = MeanOfPushes(self._layouts)
 
     def _let_in(self, record: traced.Joined) -> None:
@@ -213,27 +221,45 @@ class ReplayServer:
         )
 
     def _give(self, record: traced.Given, read: Read) -> None:
-        """Give a step, when the parameters are those that its worker read then."""
+        """Give a step, when the parameters are those that its worker read then.
+
+        And when it has pushed all that it had pushed before it heard of this one, also what came too late: or it would
+        take this for a cancelling, which it was not.
+        """
         worker = self._workers[record.rank]
         if read.lost:
             return  # it died before it came to anything
-        if read.after_push:  # which came too late; the worker must not hear of the next step before
-            self._wait(lambda: any(isinstance(said, wire.Push) for said in worker.said), f"{record.rank}'s late push")
+        at = max(record.version, read.version)
         go = wire.Go(record.step, record.version, record.fresh, record.epoch, record.batch, worker.ask)
         if read.doomed:
-            worker.peer.send(go._replace(doomed=True, fresh=False))
+            word = _Word(None, read.pushes, lambda: worker.peer.send(go._replace(doomed=True, fresh=False)))
         elif not record.fresh:
-            worker.peer.send(go)
+            word = _Word(None, read.pushes, lambda: worker.peer.send(go))
         else:
-            at = max(record.version, read.version)
-            self._at(at, lambda: worker.peer.send(go._replace(version=at), memory_of(self._memory)))
+            go = go._replace(version=at)
+            word = _Word(at, read.pushes, lambda: worker.peer.send(go, memory_of(self._memory)))
+        worker.to_tell.append(word)
+        self._tell(worker)
 
     def _finish(self, record: traced.Finished, read: Read) -> None:
         worker, at = self._workers[record.rank], max(record.version, read.version)
-        self._at(at, lambda: worker.peer.send(wire.Finished(at, worker.ask), memory_of(self._memory)))
+        finished = wire.Finished(at, worker.ask)
+        word = _Word(at, read.pushes, lambda: worker.peer.send(finished, memory_of(self._memory)))
+        worker.to_tell.append(word)
+        self._tell(worker)
 
-    def _at(self, version: int, act: Callable[[], None]) -> None:
-        act() if version <= self._version else self._later[version].append(act)
+    def _tell(self, worker: _Worker) -> None:
+        """Tell a worker, in order, whatever its time has come for."""
+        while worker.to_tell:
+            version, pushes, send = worker.to_tell[0]
+            if worker.pushes < pushes or version not in (None, self._version):
+                return
+            worker.to_tell.popleft()
+            send()
+
+    def _all_told(self) -> bool:
+        """Whether nobody is still to read the parameters as they are."""
+        return not any(word.version == self._version for each in self._workers.values() for word in each.to_tell)
 
     def _take_push(self, record: traced.Pushed) -> None:
         push = self._take(record.rank, wire.Push)
@@ -268,6 +294,7 @@ class ReplayServer:
         worker.peer.send(wire.Warned(f"step {record.step}: the gradient of {amiss} is not finite; it is left out"))
 
     def _commit(self, record: traced.Committed) -> None:
+        self._wait(self._all_told, f"pushes before version {record.version}")
         self._listener.keep_what_waits()
         with torch.no_grad():
             self._gathered.put()
@@ -276,8 +303,8 @@ class ReplayServer:
         self._trainee.clear_gradients()
         self._version, self._committed = record.version, True
         self._counts["commits"] += 1
-        for act in self._later.pop(self._version, ()):
-            act()
+        for worker in self._workers.values():
+            self._tell(worker)
 
     def _average(self, place: int, record: traced.Averaged) -> None:
         """Answer a mean when all have told their parts who were told it together."""
@@ -324,6 +351,10 @@ class ReplayServer:
         if not worker.said:
             raise self._other(rank, f"ended where it had a {kind.__name__}")
         message = worker.said.popleft()
+        if (
+            isinstance(message, wire.Skip) and kind is not wire.Skip
+        ):  # of a step that was cancelled: it counts for nothing
+            return self._take(rank, kind)
         if not isinstance(message, kind):
             raise self._other(rank, f"sent {message} where it had a {kind.__name__}")
         return cast(M, message)
@@ -362,6 +393,9 @@ class ReplayServer:
                 pass
             case _:
                 worker.said.append(heard)
+                if isinstance(heard, wire.Push):
+                    worker.pushes += 1
+                    self._tell(worker)
 
     def _compare_data(self, found: wire.Data) -> None:
         told = [record for record in self._records if isinstance(record, traced.Described)]

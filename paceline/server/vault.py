@@ -33,7 +33,7 @@ _GIVEN_UP = 1
 _MAGIC = 0x544C554156434150  # "PACVAULT"
 _WORD = struct.Struct("@Q")  # native: then it is written by one instruction, and never in part
 _WORDS = struct.Struct("@QQQQQ")
-# Twice the version, and one more while the update to the next is under way; lengths of two notes; pushes taken.
+# Twice the number of the last note, and one more while an update is under way; lengths of two notes; pushes taken.
 _MARK, _STAND, _LENGTHS, _TAKEN = 0, 8, 16, 32
 # The file is sparse: its parts may lie far apart, and only what is written takes memory.
 _START = 1 << 40  # where the words are; what the workers share comes before it
@@ -41,6 +41,7 @@ _NOTES = _START + mmap.PAGESIZE
 _NOTE = 1 << 24  # the largest note
 _STATE = _NOTES + 2 * _NOTE  # the optimizers' tensors, in stretches
 _SPARE = 1 << 41  # the spare of what lies at a place is this much behind it
+_UNCHANGING = (int, float, str, type(None), tuple)
 _DESCRIPTION = struct.Struct("<Q")  # the length of what says which tensors a stretch holds; it comes in front of them
 _ALIGNMENT = 64
 
@@ -64,9 +65,10 @@ class Vault:
         self._stretches: list[_Stretch] = []
         self._extents: list[tuple[int, int]] = []  # offset and length of the stretches of optimizers' tensors
         self._placed: dict[tuple[int, int, str], Tensor] = {}  # by optimizer, parameter and name
+        self._absent: list[tuple[int, int, str]] = []  # of those, the ones that are no more
         self._others: list[tuple[int, int, str, Any]] = []  # what the optimizers' states hold beside tensors
         self._small: tuple[dict[str, Any], str] | None = None  # the last small state, and its text
-        self._version: int | None = None  # of the spare
+        self._behind = True  # the spare is
         self._keeps = True
         try:
             self._stretches.append(_Stretch(down, _map(file, place + _SPARE, len(down))))
@@ -83,14 +85,15 @@ class Vault:
         """Put everything back as of the last commit that was whole; ``found`` is what ``read_note`` gives."""
         self._extents = [(offset, length) for offset, length in found["extents"]]
         self._stretches += [self._stretch(offset, length) for offset, length in self._extents]
-        version = found["version"]
-        if self._word(_STAND) != 2 * version:
+        stand = self._word(_STAND)
+        if stand % 2:
             for stretch in self._stretches:
                 stretch.work.copy_(stretch.spare)
-            self._version = version
-            self._set(_STAND, 2 * version)
+            self._set(_STAND, stand - 1)
         for stretch in self._stretches[1:]:
             self._read_stretch(stretch.work)
+        for optimizer, parameter, name in found["absent"]:
+            del self._placed[optimizer, parameter, name]
         self._load(found)
 
     def before_update(self) -> None:
@@ -101,21 +104,30 @@ class Vault:
 
     def after_update(self, version: int, note: Mapping[str, Any]) -> None:
         """The update is done and is version ``version``: once this returns, workers may be told."""
-        if self._keeps:
-            try:
-                self._keep(version, note)
-            except (OSError, CheckpointError, IndexError) as error:
-                self._give_up(error)
+        if not self._keeps:
+            return
+        try:
+            self._place_tensors()
+            self._write(version, note)
+        except (OSError, CheckpointError, IndexError) as error:
+            self._give_up(error)
+            return
+        self._behind = True
+        self._set(_TAKEN, 0)
 
-    def _keep(self, version: int, note: Mapping[str, Any]) -> None:
-        self._place_tensors()
-        front = json.dumps({**note, "version": version, "extents": self._extents})
+    def note_again(self, version: int, note: Mapping[str, Any]) -> None:
+        """Something else is about to be told than a commit, which a successor has to know."""
+        if self._keeps:
+            self._write(version, note)
+
+    def _write(self, version: int, note: Mapping[str, Any]) -> None:
+        front = json.dumps({**note, "version": version, "extents": self._extents, "absent": self._absent})
         text = f'{front[:-1]}, "small": {self._small_state()}}}'.encode()
-        side = version % 2  # the other one is of the version before
+        number = self._word(_STAND) // 2 + 1
+        side = number % 2  # the other one has the note before
         self._notes[side][: len(text)] = text
         self._set(_LENGTHS + 8 * side, len(text))
-        self._set(_STAND, 2 * version)
-        self._set(_TAKEN, 0)
+        self._set(_STAND, 2 * number)
 
     def taken(self, pushes: int) -> None:
         """So many pushes wait for a commit; they are lost if we are killed."""
@@ -123,11 +135,10 @@ class Vault:
 
     def catch_up(self) -> None:
         """Bring the spare up to the work, if it is behind."""
-        version = self._word(_STAND) // 2
-        if self._keeps and self._version != version:
+        if self._keeps and self._behind:
             for stretch in self._stretches:
                 stretch.spare.copy_(stretch.work)
-            self._version = version
+            self._behind = False
 
     def _give_up(self, error: Exception) -> None:
         """Go on without: there is too little memory, or an optimizer has a state that cannot be written down."""
@@ -141,10 +152,12 @@ class Vault:
         """Have the optimizers' tensors lie in the file: new ones get a stretch, replaced ones are copied."""
         new: dict[tuple[int, int, str], Tensor] = {}
         self._others = []
+        count = 0
         for key, value in _entries_of(self._trainee.optimizers):
             if not isinstance(value, Tensor):
                 self._others.append((*key, value))
                 continue
+            count += 1
             place = self._placed.get(key)
             if place is None or place.shape != value.shape or place.dtype != value.dtype:
                 new[key] = value
@@ -152,6 +165,10 @@ class Vault:
                 _move(value, place)
         if new:
             self._add_stretch(new)
+        self._absent = []
+        if count != len(self._placed):
+            present = {key for key, _ in _entries_of(self._trainee.optimizers)}
+            self._absent = [key for key in self._placed if key not in present]
 
     def _add_stretch(self, tensors: Mapping[tuple[int, int, str], Tensor]) -> None:
         described = [[*key, list(value.shape), str(value.dtype)] for key, value in tensors.items()]
@@ -169,7 +186,6 @@ class Vault:
             self._placed[key] = view
         self._stretches.append(stretch)
         self._extents.append((offset, length))
-        self._version = None
 
     def _stretch(self, offset: int, length: int) -> _Stretch:
         return _Stretch(_map(self._file, offset, length), _map(self._file, offset + _SPARE, length))
@@ -193,14 +209,16 @@ class Vault:
             "schedulers": [scheduler.state_dict() for scheduler in self._trainee.schedulers],
             "others": self._others,
         }
-        if self._small is None or self._small[0] != state:
-            tree, tensors = pack(state)
-            written = {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in tensors.items()}
-            text = json.dumps({"state": tree, "tensors": written})
-            if tensors:  # which may change and stay the same objects
-                return text
-            self._small = state, text
-        return self._small[1]
+        if self._small is not None and self._small[0] == state:
+            return self._small[1]
+        tree, tensors = pack(state)
+        written = {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in tensors.items()}
+        text = json.dumps({"state": tree, "tensors": written})
+        groups = [group for groups in state["groups"] for group in groups]
+        values = [value for group in groups for value in group.values()] + [entry[-1] for entry in self._others]
+        lasting = not state["schedulers"] and all(isinstance(value, _UNCHANGING) for value in values)
+        self._small = (state, text) if lasting else None  # a list would stay the same object, and change
+        return text
 
     def _load(self, found: Mapping[str, Any]) -> None:
         small = found["small"]
@@ -247,6 +265,8 @@ def _entries_of(optimizers: Sequence[Optimizer]) -> Iterator[tuple[tuple[int, in
     """All that the optimizers remember, by optimizer, parameter and name."""
     for place, optimizer in enumerate(optimizers):
         if optimizer.state:
+            if not all(isinstance(key, Tensor) for key in optimizer.state):
+                raise CheckpointError(f"{type(optimizer).__name__} remembers things that belong to no parameter")
             for number, parameter in enumerate(_parameters_of(optimizer)):
                 for name, value in optimizer.state.get(parameter, {}).items():
                     yield (place, number, name), value
@@ -260,6 +280,10 @@ def _move(tensor: Tensor, place: Tensor) -> None:
     """Copy a tensor to its place and, unless it belongs to another device, let it lie there."""
     place.copy_(tensor.detach())
     if tensor.device.type == "cpu":
+        if tensor._base is not None or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            raise CheckpointError(
+                "an optimizer's state shares memory with something else, from which it cannot be moved"
+            )
         tensor.data = place
 
 
