@@ -99,7 +99,7 @@ def record(run: Path, policy: str, workers: int, kills: int, *, seed: int, dice:
         if kills:
             disturb(process, run, mark, workers, kills, dice)
             process.send_signal(signal.SIGTERM)  # SIGINT is ignored by what a shell starts in the background
-            wanted = 128 + signal.SIGTERM
+            wanted = 130  # as after Ctrl-C
         _, said = process.communicate(timeout=DEADLINE)
     finally:
         process.kill()

@@ -85,7 +85,7 @@ def disturbed_run(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         sys.exit(f"{error}\n{said.read_text()[-5000:]}")
     finally:
         process.kill()
-    if code != 128 + signal.SIGTERM:
+    if code != 130:  # as after Ctrl-C
         sys.exit(f"the run ended with code {code}:\n{said.read_text()[-3000:]}")
     return {
         "server_kills": arguments.server_kills,

@@ -19,7 +19,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss_fn = nn.CrossEntropyLoss()
 
-    with paceline.join(model, optimizer, policy="all-reduce") as session:
+    with paceline.join(model, optimizer) as session:
         for x, y in session.batches(dataset, batch_size=64, epochs=10):
             with session.step():
                 loss = loss_fn(model(x), y)

@@ -18,7 +18,7 @@ _TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": F
 
 @click.command(context_settings=_TAKES_A_COMMAND)
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
-@click.option("--policy", help="How the workers keep pace, for a script that does not say.")
+@click.option("--policy", help="How the workers keep pace, whatever the script says.")
 @servers_option
 @delay_options
 @click.option("--join", "address", metavar="HOST:PORT", help="Be workers of the server there, started by serve.")
@@ -72,7 +72,7 @@ def run(
 @click.option("--workers", type=int, required=True, help="How many are expected to join.")
 @servers_option
 @click.option("--bind", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Where to listen.")
-@click.option("--policy", help="How the workers keep pace, for a script that does not say.")
+@click.option("--policy", help="How the workers keep pace, whatever the script says.")
 @click.option(
     "--token-file",
     type=PathType(path_type=Path),
@@ -109,6 +109,7 @@ def serve(
             options = ["--join", address]
             options += [] if file is None else ["--token-file", str(file)]
             options += ["--trusted-network"] if trusted_network else []
+            options += [] if policy is None else ["--policy", policy]
             # At once: the server's own output may come between any two writes.
             sys.stdout.write(
                 f"serving at tcp://{address}\n"

@@ -196,6 +196,8 @@ class HostingSession(Session):
             values = dataclasses.asdict(commit)
             del values["version"], values["epoch"]
             self._write("commit", **values)
+            if self.run is not None and self.run.metrics is not None:
+                self.run.metrics.flush()  # a server may be killed, and what it has told is to be there
         if self._save_every is not None and self.steps % self._save_every == 0:
             self.save()
 

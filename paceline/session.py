@@ -73,7 +73,8 @@ def join(
     4
 
     Args:
-        policy: how the workers keep pace, such as ``"all-reduce"`` or ``paceline.AllReduce()``.
+        policy: how the workers keep pace, such as ``"all-reduce"`` or ``paceline.AllReduce()``; one that was given on
+            the launcher's command line goes before it.
         scheduler: stepped once after every update. One that is stepped otherwise (per epoch, on a metric) is yours
             to step; put it into ``stateful`` to have it saved, or a resumed run starts it anew.
         scaler: steps the optimizers; call ``scaler.scale(loss).backward()`` yourself.
@@ -108,13 +109,17 @@ def join(
         stateful=dict(stateful or {}),
     )
     _check(trainee)
-    policy = parse_policy(policy if policy is not None else asked_policy() or "all-reduce")
+    policy = parse_policy(asked_policy() or policy or "all-reduce")
     place = take_server_place()
+    if place is not None and (place.role == "server" or place.joining):
+        _check_served(policy, place)
     served = isinstance(policy, ServerPolicy) and place is not None and group is None
     if served:
         report("needs server")  # started with us, or now
     report("joined")  # before others are waited for: then one that never joins is found out
     if served and isinstance(policy, ServerPolicy) and place is not None:
+        if any(isinstance(each, torch.optim.LBFGS) for each in trainee.optimizers):
+            raise UsageError(f"LBFGS evaluates a loss several times an update, and under {policy} the server updates")
         settings: dict[str, Any] = {"policy": policy, "on_nan": on_nan}
         if place.role == "worker":
             return _join_served(trainee, model, place, settings)
@@ -145,6 +150,16 @@ def join(
                 thing.close()
         raise
     return session
+
+
+def _check_served(policy: Policy, place: ServerPlace) -> None:
+    """Raise if a process that was started to be a server, or the worker of one elsewhere, would train by itself."""
+    if not isinstance(policy, ServerPolicy):
+        what = "the server of this run" if place.role == "server" else f"a worker of the server at {place.address}"
+        raise UsageError(
+            f"this process was started as {what}, which needs a policy with a server, and found {policy}; give one to "
+            "join(policy=...), or to the command, on all hosts the same: --policy async"
+        )
 
 
 def _join_served(trainee: Trainee, model: nn.Module, place: ServerPlace, settings: Mapping[str, Any]) -> Session:

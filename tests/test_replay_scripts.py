@@ -91,6 +91,18 @@ def test_a_script_that_depends_on_the_time_is_found_out_and_looked_at(
     assert "version 5 has the hash" in looked.stdout
 
 
+def test_two_pushes_may_both_come_too_late() -> None:
+    """The third step was given before the first push came; but its worker heard of it behind the second."""
+    told: list[Record] = [
+        Began(0),
+        Joined(0, 0, 0.0),
+        *(record for step in range(3) for record in (Given(0, step, step, True, 0, 0), Cancelled(0, step))),
+        Late(0, 0, 1),
+        Late(0, 1, 2),
+    ]
+    assert read_versions(told) == {2: Read(version=1), 4: Read(version=2, pushes=1), 6: Read(doomed=True, pushes=2)}
+
+
 def test_what_became_of_steps() -> None:
     """A step may be read later than it was given, be cancelled, pushed too late, given up, or die with its worker."""
     told: list[Record] = [

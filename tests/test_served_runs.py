@@ -287,6 +287,46 @@ if place.role == "server":
     assert ended.err == "paceline: the server was killed by SIGKILL; another takes its place\n"
 
 
+def test_workers_killed_together_with_their_server_are_replaced_too(bench: Bench) -> None:
+    source = """
+        report("joined")
+        Path(f"{place.role}-{rank}-{place.incarnation}").touch()
+        if place.incarnation == 0:
+            wait_for("server--1-0"), wait_for("worker-0-0"), wait_for("worker-1-0")
+            kill()
+        for name in ("server--1-1", "worker-0-1", "worker-1-1"):
+            wait_for(name)
+        """
+    ended = run(bench, source, server=RESPAWN, serve="")
+    assert ended.code == 0, ended.err
+    assert ended.err.count("another takes its place") == 3
+
+
+def test_policies_given_to_the_command_go_before_the_scripts(bench: Bench) -> None:
+    source = """
+        import torch, paceline
+        model = torch.nn.Linear(2, 1)
+        with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="all-reduce") as session:
+            for (x,) in session.batches(torch.utils.data.TensorDataset(torch.ones(4, 2)), 2, epochs=1):
+                with session.step():
+                    model(x).sum().backward()
+            print(session.policy, session.steps)
+        """
+    ended = run(bench, source, 1, ServerOptions(needed=True), serve="", policy="async")
+    assert (ended.code, ended.out, ended.err) == (0, "async 2\n", "")
+
+
+def test_a_server_that_finds_no_server_policy_says_so(bench: Bench) -> None:
+    source = """
+        import torch, paceline
+        model = torch.nn.Linear(2, 1)
+        paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="all-reduce")
+        """
+    ended = run(bench, source, 1, ServerOptions(alone=True, bind="127.0.0.1:0"), serve="")
+    assert ended.code == 1
+    assert "started as the server of this run, which needs a policy with a server, and found all-reduce" in ended.err
+
+
 @pytest.mark.parametrize("killed_too", [False, True])
 def test_a_worker_that_raises_ends_the_run(bench: Bench, killed_too: bool) -> None:
     """And no other is started in its place, even if it is killed as it ends."""

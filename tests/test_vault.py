@@ -46,7 +46,23 @@ class Replaces(Optimizer):
                     parameter.sub_(state["mean"], alpha=0.01 * state["count"])
 
 
+class Forgets(SGD):
+    """An optimizer that appends to a list, and every third step forgets what it had of the first parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        state = self.state[self.param_groups[0]["params"][0]]
+        seen = state.setdefault("seen", [])
+        seen.append(len(seen))
+        state["last"] = torch.tensor(float(len(seen)))
+        if len(seen) % 3 == 0:
+            del state["last"]
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].mul_(0.9 ** (len(seen) + len(state)))
+
+
 OPTIMIZERS["replaces"] = Replaces
+OPTIMIZERS["forgets"] = lambda parameters: Forgets(parameters, lr=0.1)
 KEPT = list(OPTIMIZERS)
 
 
@@ -57,7 +73,8 @@ class Server:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, size), nn.BatchNorm1d(size), nn.Linear(size, 2))
         made = OPTIMIZERS[optimizer](model.parameters())
-        self.trainee = Trainee(model=model, optimizers=[made], schedulers=[StepLR(made, 3, 0.9)])
+        schedulers = [StepLR(made, 3, 0.9)] if optimizer != "forgets" else []  # which change the rates at every step
+        self.trainee = Trainee(model=model, optimizers=[made], schedulers=schedulers)
         layouts = ModelLayouts(model)
         memory = SharedMemory(file, down=layouts.down.nbytes, up=layouts.up.nbytes, slots=1, create=True)
         self.vault = Vault(file, self.trainee, memory.down, HEAD)
@@ -136,6 +153,21 @@ def test_an_update_that_was_broken_off_is_undone(file: int, optimizer: str) -> N
     assert Server(file, optimizer).hash() == wanted[6]
 
 
+def test_notes_between_commits_are_found(file: int) -> None:
+    server = Server(file, "adam")
+    server.commit()
+    wanted = server.hash()
+    for told in range(3):
+        server.vault.note_again(server.version, {"mine": server.version, "told": told})
+    found = read_note(file)
+    assert found is not None and (found["told"], found["version"]) == (2, 1)
+    server.vault.before_update()
+    for parameter in server.trainee.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    server.trainee.update()
+    assert Server(file, "adam").hash() == wanted
+
+
 def test_pushes_that_waited_are_counted(file: int) -> None:
     server = Server(file, "sgd")
     server.commit()
@@ -158,8 +190,40 @@ class Odd(SGD):
 OPTIMIZERS["odd"] = lambda parameters: Odd(parameters, lr=0.1)
 
 
-def test_a_state_that_cannot_be_kept_is_told_and_does_no_harm(file: int, caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(file, "odd")
+class Flat(SGD):
+    """An optimizer whose tensors are views of one, which it changes as a whole."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        if not self.state:
+            self.flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+            views = torch.split(self.flat, [parameter.numel() for parameter in parameters])
+            for parameter, view in zip(parameters, views, strict=True):
+                self.state[parameter]["mean"] = view
+        self.flat.mul_(0.9)
+        with torch.no_grad():
+            for parameter in parameters:
+                mean = self.state[parameter]["mean"].add_(parameter.grad.flatten())
+                parameter.sub_(mean.view_as(parameter), alpha=0.1)
+
+
+class Apart(SGD):
+    """An optimizer that remembers something of no parameter in particular."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index, call-overload]
+
+
+OPTIMIZERS["flat"] = lambda parameters: Flat(parameters, lr=0.1)
+OPTIMIZERS["apart"] = lambda parameters: Apart(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["odd", "flat", "apart"])
+def test_a_state_that_cannot_be_kept_is_told_and_does_no_harm(
+    file: int, caplog: pytest.LogCaptureFixture, optimizer: str
+) -> None:
+    server = Server(file, optimizer)
     for _ in range(3):
         server.commit()
     assert [record.message.split(":")[0] for record in caplog.records] == [

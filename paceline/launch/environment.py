@@ -79,6 +79,11 @@ class ServerPlace:
     shard_fds: tuple[int, ...] = ()  # the same memory of the servers beside the first, if there are several
     shard: int = 0  # for a server: which of them it is
 
+    @property
+    def joining(self) -> bool:
+        """Whether this is a worker of a server on another host, or started apart from it."""
+        return self.role == "worker" and self.address.startswith("tcp://")
+
     def shard_address(self, shard: int) -> str:
         """Where a server beside the first, from 1 on, listens on this host."""
         return f"{self.address}-{shard}"

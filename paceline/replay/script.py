@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def replay_script(run: Path, trace: Trace, *, until: int | None, shell: bool) ->
             on_report=hear,
             server=ServerOptions(needed=True, replay=order),
         )
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        raise KeyboardInterrupt
     if not told:
         raise PacelineError(f"the replay of {run} ended with code {code} before its end; see above for the reason")
     return Replayed(**told[0])

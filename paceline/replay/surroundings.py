@@ -64,6 +64,10 @@ def doubts(about: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         )
         if about.get(key) != here
     ]
+    if about.get("policy") != config.get("policy"):
+        found.append(
+            f"the trace is of a run under {about.get('policy')}, and config.json of one under {config.get('policy')}"
+        )
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if about["threads"] > usable:
         found.append(f"the run had {about['threads']} threads a worker, and there are {usable} cores here")

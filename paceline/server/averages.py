@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from paceline.server.messages import MOST_VALUES, Mean
 
 _LONGEST_KEY = 1000
 _KEPT = 64  # means that are remembered after they were told
+_NOTED = 4  # of them, those that a successor is told of
 
 
 class Ready(NamedTuple):
@@ -53,6 +54,14 @@ class Averages:
     def __init__(self) -> None:
         self._under_way: dict[str, Average] = {}
         self._told: dict[str, tuple[float, ...]] = {}
+
+    def told(self) -> dict[str, tuple[float, ...]]:
+        """The last few that were told, for a server that takes our place."""
+        return {key: self._told[key] for key in list(self._told)[-_NOTED:]}
+
+    def know(self, told: Mapping[str, Sequence[float]]) -> None:
+        """Take over what a server before us has told."""
+        self._told |= {key: tuple(values) for key, values in told.items()}
 
     def __bool__(self) -> bool:
         return bool(self._under_way)

@@ -278,6 +278,7 @@ class Client:
 
     def push(self, *, examples: int, loss: float | None, seconds: float) -> None:
         """Push the gradients that lie in the model, and its buffers."""
+        self._layouts.check_trained()
         tensors = None
         if self._memory_file is None:
             tensors, used = self._gradients.pieces()

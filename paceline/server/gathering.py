@@ -14,14 +14,18 @@ if native.available():
     from paceline.native import _core
 
 
+_HALVES = (torch.float16, torch.bfloat16)
+
+
 class MeanOfPushes:
     """The mean of the gradients and buffers pushed since the last commit, weighted by their examples."""
 
     def __init__(self, layouts: ModelLayouts) -> None:
         self._layouts = layouts
         self._sum: Laid | None = None  # made when a commit first has more than one push
+        self._totals: list[Tensor] = []  # where sums are made: there, or for halves, which are too small, in singles
         self._unit = 1  # the examples of the first push
-        self._weight = 0.0  # of all pushes, in this unit: a sum over examples is too large for halves
+        self._weight = 0.0  # of all pushes, in this unit
         self._used = 0  # bits of the parameters that any push has a gradient for
         self._count = 0
 
@@ -29,10 +33,11 @@ class MeanOfPushes:
         """Add a push; its memory may change afterwards."""
         if self._sum is None:
             self._sum = Laid(self._layouts.up, torch.zeros_like(push.memory))
+            self._totals = [flat.float() if flat.dtype in _HALVES else flat for flat in self._sum.flat]
         if self._count == 0:
             self._unit = max(1, examples)
         weight = examples / self._unit
-        for total, part in zip(self._sum.flat, push.flat, strict=True):
+        for total, part in zip(self._totals, push.flat, strict=True):
             if not (total.is_floating_point() or total.is_complex()):
                 total.copy_(part)  # a count of batches seen: the last one's
             elif self._count == 0:
@@ -50,9 +55,11 @@ class MeanOfPushes:
         else:
             assert self._sum is not None, "a commit of pushes that were never added"
             push, used, weight = self._sum, self._used, self._weight
-            for total in push.flat:
+            for total, mean in zip(self._totals, push.flat, strict=True):
                 if weight and (total.is_floating_point() or total.is_complex()):
                     total.div_(weight)
+                if total is not mean:
+                    mean.copy_(total)
         trained = self._layouts.trained
         for place, (parameter, gradient) in enumerate(zip(trained, push.views, strict=False)):
             parameter.grad = gradient.to(parameter.device) if used >> place & 1 else None
@@ -91,7 +98,7 @@ def _examine(part: Tensor) -> tuple[bool, int]:
     words = int(part.view(torch.int64).sum())
     if not (part.is_floating_point() or part.is_complex()):
         return True, words
-    wide = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
+    wide = torch.float32 if part.dtype in _HALVES else None
     return cmath.isfinite(part.sum(dtype=wide).item()), words
 
 

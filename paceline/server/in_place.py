@@ -45,8 +45,11 @@ class Parameters:
         self._layouts = layouts
         self._memory = torch.zeros(layouts.down.nbytes, dtype=torch.uint8)
         self._views = layouts.down.views(self._memory)
-        self._tensors = [*layouts.parameters, *layouts.buffers]
         self.aside = Pieces(memory_of(self._memory))
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [*self._layouts.parameters, *self._layouts.buffers]
 
     def in_model(self) -> Pieces:
         """The model's own memory where that can be, else what lies aside."""

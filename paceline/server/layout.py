@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import UsageError
+
 _ALIGNMENT = 64  # bytes: kernels give other bits on other alignments
 
 
@@ -69,9 +71,24 @@ class ModelLayouts:
         self.parameters = [parameter for _, parameter in named]
         self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.trained_names = [name for name, parameter in named if parameter.requires_grad]
-        self.buffers = buffers
+        self._model, self._has_buffers = model, bool(buffers)
         self.down = Layout([*self.parameters, *buffers])
         self.up = Layout([*self.trained, *buffers])
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The model's buffers as they are now: a forward pass may put others in their places."""
+        return [buffer for _, buffer in self._model.named_buffers()] if self._has_buffers else []
+
+    def check_trained(self) -> None:
+        """Raise if something is trained now that was not, when the server was told of the model."""
+        known = set(map(id, self.trained))
+        for name, parameter in self._model.named_parameters() if len(known) < len(self.parameters) else ():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UsageError(
+                    f"{name} was frozen when the session began and is trained now: the server does not know of it. "
+                    "Freeze and unfreeze parameters before join()"
+                )
 
     @staticmethod
     def describe(model: nn.Module) -> tuple[tuple[str, tuple[int, ...], str, bool], ...]:

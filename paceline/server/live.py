@@ -116,6 +116,8 @@ class LiveServer:
         self._state.version = version
         self._queue = queue
         self._began = time.monotonic()
+        self._averages = Averages()
+        self._lives: dict[int, int] = {}  # the last incarnation of each rank
         self._vault: Vault | NoVault = NoVault()
         if shards is None:
             self._vault = Vault(memory, self._trainee, self._memory.down, HEAD)
@@ -127,11 +129,9 @@ class LiveServer:
         self._only: tuple[Laid, bytes] | None = None  # the push that the next commit consists of
         self._members: dict[int, Member] = {}
         self._by_peer: dict[Peer, Member] = {}
-        self._lives: dict[int, int] = {}  # the last incarnation of each rank
         self._figures: dict[int, Figures] = {}
         self._todo: deque[decided.Action] = deque()
         self._arrived: dict[decided.Push, float] = {}  # pushes not committed yet, and when they came
-        self._averages = Averages()
         self._start_epoch = queue.epoch
         self._saves: list[tuple[Peer, str]] = []
         self._left_at: float | None = None  # when a worker last left because it was done
@@ -223,6 +223,7 @@ class LiveServer:
                     self._left_at = self._now()
                 self._listener.forget(member.peer)
                 self._leave(member, dead=False, version=message.version)
+                self._note_down()
             case wire.Alive():
                 pass
             case _:
@@ -516,7 +517,13 @@ class LiveServer:
             "at": self._now(),
             "seed": self._seed,
             "traced": self._tracer.flush() if self._tracer is not None else None,
+            "means": self._averages.told(),
+            "gone": [rank for rank in range(self._workers) if rank in self._lives and rank not in self._members],
         }
+
+    def _note_down(self) -> None:
+        """Note what is about to be told, or has happened, apart from commits."""
+        self._vault.note_again(self._memory.version, self._note())
 
     def _take_over(self, found: Mapping[str, Any]) -> None:
         """Go on from what a server that was killed has left behind."""
@@ -524,6 +531,10 @@ class LiveServer:
         self._queue.load_state_dict(found["queue"])
         self._state.take_over(found["policy"])
         self._began -= found["at"]
+        self._averages.know(found["means"])
+        for rank in found["gone"]:
+            self._lives[rank] = NOT_YET
+            self._policy.left(self._state, rank, self._now())
 
     # What waits for others -----------------------------------------------------------------------------------
 
@@ -543,6 +554,8 @@ class LiveServer:
             told = [self._members[rank] for rank in ranks if rank in self._members]
             for member in told:
                 self._trace(traced.Averaged(member.rank, zlib.crc32(key.encode())))
+            self._note_down()
+            for member in told:
                 member.peer.send(wire.Averaged(key, values))
                 member.averages = False
                 if not member.idle:
@@ -583,8 +596,10 @@ class LiveServer:
             if not member.averages:
                 self._enter(member)  # all of them before the first asks again: a round needs them all
         for member in done:
-            member.pushed_at = None
             self._trace(traced.Finished(member.rank, self._memory.version))
+        self._note_down()
+        for member in done:
+            member.pushed_at = None
             member.peer.send(wire.Finished(self._memory.version, member.ask), self._parameters_for(member))
 
     def _without_batches(self) -> list[Member]:

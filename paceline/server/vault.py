@@ -214,9 +214,10 @@ class Vault:
         tree, tensors = pack(state)
         written = {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in tensors.items()}
         text = json.dumps({"state": tree, "tensors": written})
-        groups = [group for groups in state["groups"] for group in groups]
-        values = [value for group in groups for value in group.values()] + [entry[-1] for entry in self._others]
-        lasting = not state["schedulers"] and all(isinstance(value, _UNCHANGING) for value in values)
+        groups = [group for each in self._trainee.optimizers for group in each.param_groups]
+        values = [value for group in groups for name, value in group.items() if name != "params"]
+        values += [entry[-1] for entry in self._others]
+        lasting = not self._trainee.schedulers and all(isinstance(value, _UNCHANGING) for value in values)
         self._small = (state, text) if lasting else None  # a list would stay the same object, and change
         return text
 
