@@ -75,9 +75,13 @@ def _replay_problem(
 def _replay_script(run: Path, trace: Trace, until: int | None, *, shell: bool, quiet: bool) -> Replayed:
     """Replay the run of a user's script; what it prints is no part of JSON."""
     from paceline.replay.script import replay_script
+    from paceline.report.terminal import progress_bar
 
-    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
-        return replay_script(run, trace, until=until, shell=shell)
+    if shell:
+        return replay_script(run, trace, until=until, shell=True)
+    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext(), progress_bar() as tell:
+        told = f"replaying {run}"
+        return replay_script(run, trace, until=until, shell=False, tell=lambda done, total: tell(told, done, total))
 
 
 def _equal(replayed: Replayed, *, stopped: bool) -> str:

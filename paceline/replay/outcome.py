@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
+
+Tell = Callable[[int, int], None]
+"""Told now and then how many commits are done, and of how many."""
 
 
 class Differs(Exception):

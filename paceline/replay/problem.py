@@ -7,8 +7,6 @@ commit that they were part of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from paceline.policies.server import ServerPolicy
 from paceline.problems import Problem
 from paceline.record.fingerprints import checksum_of, hash_of, state_tensors
 from paceline.record.trace import Pushed
-from paceline.replay.outcome import Differs, Push, Replayed, same_bits
+from paceline.replay.outcome import Differs, Push, Replayed, Tell, same_bits
 from paceline.replay.plan import Plan, RecordedCommit
 from paceline.replay.worker import ComputedPush, ReplayWorker
 from paceline.server.gathering import MeanOfPushes, adopt, examine, publish
@@ -32,10 +30,6 @@ from paceline.training import TrainConfig, build_scheduler, make_model, served_p
 
 class ReplayError(PacelineError):
     """A run cannot be replayed here: something that its numbers depend on is not what it was."""
-
-
-Tell = Callable[[int, int], None]
-"""Told after every commit how many are done, and of how many."""
 
 
 class ProblemReplay:

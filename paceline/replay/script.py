@@ -14,10 +14,12 @@ from paceline.launch.environment import ReplayOrder
 from paceline.launch.service import ServerOptions
 from paceline.launch.supervisor import supervise
 from paceline.record.trace import Began, Committed, Joined, Left, Trace
-from paceline.replay.outcome import Replayed
+from paceline.replay.outcome import Replayed, Tell
 
 
-def replay_script(run: Path, trace: Trace, *, until: int | None, shell: bool) -> Replayed:
+def replay_script(
+    run: Path, trace: Trace, *, until: int | None, shell: bool, tell: Tell = lambda done, total: None
+) -> Replayed:
     """Start the script of a run again on as many workers, and give what the server of the replay reports."""
     command, about = trace.about.get("command"), trace.about
     if not command:
@@ -31,6 +33,8 @@ def replay_script(run: Path, trace: Trace, *, until: int | None, shell: bool) ->
     def hear(rank: int, report: dict[str, Any]) -> None:
         if report["event"] == "replayed":
             told.append(report["result"])
+        elif report["event"] == "replaying":
+            tell(report["version"], last if until is None else until)
 
     with contextlib.ExitStack() as stack:
         descriptors = stack.enter_context(_own_terminal()) if shell else None

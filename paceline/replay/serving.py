@@ -34,6 +34,7 @@ from paceline.trainee import Trainee
 _PATIENCE = 300.0  # seconds that a worker may take for a step
 _TIME_TO_LEAVE = 5.0  # for the workers, when the replay ends before they do
 _TICK = 0.2
+_TELL_EVERY = 0.2  # seconds between two words of how far it is
 
 M = TypeVar("M", bound=wire.Message)
 
@@ -95,7 +96,7 @@ class ReplayServer:
         self._pushes: list[Push] = []  # since the last commit; of the last one when there is none
         self._committed = True
         self._counts = {"commits": 0, "pushes": 0, "hashes": 0}
-        self._version = 0
+        self._version, self._told_at = 0, 0.0
 
     def run(self, until: int | None) -> Replayed:
         """Replay up to version ``until``, or to the end, or to where bits differ."""
@@ -303,6 +304,9 @@ class ReplayServer:
         self._trainee.clear_gradients()
         self._version, self._committed = record.version, True
         self._counts["commits"] += 1
+        if time.monotonic() > self._told_at + _TELL_EVERY:
+            self._told_at = time.monotonic()
+            report("replaying", version=self._version)
         for worker in self._workers.values():
             self._tell(worker)
 
