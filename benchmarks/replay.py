@@ -72,7 +72,7 @@ def main() -> None:
 
 def record_and_replay(number: int, dice: random.Random, *, quick: bool) -> dict[str, Any]:
     policy, workers = POLICIES[number % len(POLICIES)], 2 if quick else dice.choice(WORKERS)
-    with_kills = quick or (number + number // len(POLICIES)) % 2 == 1  # each policy with and without
+    with_kills = not quick and (number + number // len(POLICIES)) % 2 == 1  # each policy with and without
     kills = dice.randint(1, 2) if with_kills else 0
     with tempfile.TemporaryDirectory(prefix="paceline-benchmark-") as name:
         run = Path(name) / "run"

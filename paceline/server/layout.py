@@ -70,6 +70,7 @@ class ModelLayouts:
         buffers = [buffer for _, buffer in model.named_buffers()] if with_buffers else []
         self.parameters = [parameter for _, parameter in named]
         self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         self.trained_names = [name for name, parameter in named if parameter.requires_grad]
         self._model, self._has_buffers = model, bool(buffers)
         self.down = Layout([*self.parameters, *buffers])
@@ -82,9 +83,8 @@ class ModelLayouts:
 
     def check_trained(self) -> None:
         """Raise if something is trained now that was not, when the server was told of the model."""
-        known = set(map(id, self.trained))
-        for name, parameter in self._model.named_parameters() if len(known) < len(self.parameters) else ():
-            if parameter.requires_grad and id(parameter) not in known:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
                 raise UsageError(
                     f"{name} was frozen when the session began and is trained now: the server does not know of it. "
                     "Freeze and unfreeze parameters before join()"
