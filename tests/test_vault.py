@@ -227,7 +227,7 @@ def test_a_state_that_cannot_be_kept_is_told_and_does_no_harm(
     for _ in range(3):
         server.commit()
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        "from now on a server that is killed goes back to its last checkpoint"
+        "from now on the run ends if its server is killed, to be resumed from a checkpoint"
     ]
     with pytest.raises(CommError, match="was not kept"):
         read_note(file)

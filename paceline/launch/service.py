@@ -119,9 +119,8 @@ class Service:
         lives = self._crew.lives
         if not self.served and any(life.needs_server for life in lives):
             self._start_server()
-        for life in sorted(
-            lives, key=lambda life: life.rank
-        ):  # the server first: whether it comes back counts for them
+        # The server first: whether it comes back counts for the workers.
+        for life in sorted(lives, key=lambda life: life.rank):
             if life.code == 0 and self._server_incarnation:  # the server before may have heard that it left
                 self._tell_server(life.rank)
             known = (life.rank, life.incarnation) in self._seen_to

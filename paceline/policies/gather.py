@@ -6,6 +6,7 @@ work that is late (Dutta et al., AISTATS 2018).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,9 +24,9 @@ class Gather(ServerPolicy):
     counts_batches = False  # several pushes of one worker count; nobody waits for the others
     cancels = False  # work that misses the commit is cancelled, so that no push is ever stale
 
+    @abstractmethod
     def enough(self, state: ServerState) -> int:
         """How many pushes a commit takes now."""
-        raise NotImplementedError
 
     def committed(self, state: ServerState, pushes: tuple[Push, ...], at: float) -> None:
         """Take note of a commit."""

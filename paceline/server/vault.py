@@ -142,7 +142,7 @@ class Vault:
 
     def _give_up(self, error: Exception) -> None:
         """Go on without: there is too little memory, or an optimizer has a state that cannot be written down."""
-        logger.warning("from now on a server that is killed goes back to its last checkpoint: %s", error)
+        logger.warning("from now on the run ends if its server is killed, to be resumed from a checkpoint: %s", error)
         self._keeps = False
         self._set(_MARK, _GIVEN_UP)
 
@@ -217,8 +217,8 @@ class Vault:
         groups = [group for each in self._trainee.optimizers for group in each.param_groups]
         values = [value for group in groups for name, value in group.items() if name != "params"]
         values += [entry[-1] for entry in self._others]
-        lasting = not self._trainee.schedulers and all(isinstance(value, _UNCHANGING) for value in values)
-        self._small = (state, text) if lasting else None  # a list would stay the same object, and change
+        lasting = not (tensors or self._trainee.schedulers) and all(isinstance(value, _UNCHANGING) for value in values)
+        self._small = (state, text) if lasting else None  # a list or tensor would stay the same object, and change
         return text
 
     def _load(self, found: Mapping[str, Any]) -> None:
