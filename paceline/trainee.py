@@ -130,6 +130,11 @@ class Trainee:
         return None
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All that an optimizer updates, in the order in which its state is numbered."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _tensor_mismatch(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
     names = _names_mismatch("the model's tensors", here, there)
     if names is not None:

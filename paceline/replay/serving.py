@@ -44,7 +44,8 @@ def serve_replay(trainee: Trainee, place: ServerPlace, order: ReplayOrder) -> No
     listener = Listener(bytes.fromhex(place.token))
     listener.bind(place.address)
     try:
-        server = ReplayServer(trainee, traced.Trace(Path(order.trace)), listener)
+        trace = traced.Trace(Path(order.trace))
+        server = ReplayServer(trainee, trace, listener, keeps_pushes=order.shell is not None)
         replayed = server.run(order.until)
         report("replayed", result=asdict(replayed))
         if order.shell is not None and replayed.difference is None:
@@ -80,7 +81,9 @@ class _Worker:
 class ReplayServer:
     """Does what a trace tells, record by record; each waits for the message that it was the answer to."""
 
-    def __init__(self, trainee: Trainee, trace: traced.Trace, listener: Listener) -> None:
+    def __init__(
+        self, trainee: Trainee, trace: traced.Trace, listener: Listener, *, keeps_pushes: bool = False
+    ) -> None:
         self._trainee, self._listener = replace(trainee, scaler=None), listener
         self._about, self._records = trace.about, list(trace)
         self._reads = read_versions(self._records)
@@ -93,6 +96,7 @@ class ReplayServer:
         self._workers: dict[int, _Worker] = {}
         self._ranks: dict[Peer, int] = {}
         self._averaged: dict[int, dict[int, wire.Mean]] = defaultdict(dict)  # means under way: parts by rank
+        self._keeps_pushes = keeps_pushes  # for somebody to look at
         self._pushes: list[Push] = []  # since the last commit; of the last one when there is none
         self._committed = True
         self._counts = {"commits": 0, "pushes": 0, "hashes": 0}
@@ -275,7 +279,8 @@ class ReplayServer:
                 f"{record.loss!r} and {record.checksum:016x}"
             )
         self._gathered.add(worker.room, push.examples, push.used)
-        self._keep(record, push, worker.room)
+        if self._keeps_pushes:
+            self._keep(record, push, worker.room)
         self._counts["pushes"] += 1
 
     def _keep(self, record: traced.Pushed, push: wire.Push, room: Laid) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.record.state_tree import pack, unpack
 from paceline.server.layout import ModelLayouts
-from paceline.trainee import Trainee
+from paceline.trainee import Trainee, parameters_of
 
 _PLACE = 1 << 40  # in the memory that servers share: the file is sparse, and the tensors come long before it
 _NO_GRADIENT = -1.0
@@ -70,7 +70,7 @@ def collect_state(file: int, length: int, trainee: Trainee) -> None:
     """Put what another server's optimizers remember beside what the first one's do, for a checkpoint."""
     found = _read_state(file, length)
     for optimizer, states in zip(trainee.optimizers, found["optimizers"], strict=True):
-        parameters = _parameters_of(optimizer)
+        parameters = parameters_of(optimizer)
         for number, state in states:
             optimizer.state[parameters[number]] = state
         ordered = {each: optimizer.state[each] for each in parameters if each in optimizer.state}
@@ -81,13 +81,9 @@ def collect_state(file: int, length: int, trainee: Trainee) -> None:
 def _numbered(optimizer: Optimizer, layouts: ModelLayouts) -> Iterator[tuple[int, Tensor]]:
     """The parameters of a part that an optimizer remembers something of, with their numbers."""
     ours = {id(parameter) for parameter in layouts.parameters}
-    for number, parameter in enumerate(_parameters_of(optimizer)):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         if id(parameter) in ours and parameter in optimizer.state:
             yield number, parameter
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 # Clipping, which needs the norm over all servers ---------------------------------------------------------------------

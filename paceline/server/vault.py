@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from paceline.errors import CheckpointError, CommError
 from paceline.record.state_tree import pack, unpack
 from paceline.server.layout import Layout
-from paceline.trainee import Trainee
+from paceline.trainee import Trainee, parameters_of
 
 logger = logging.getLogger("paceline")
 
@@ -230,10 +230,10 @@ class Vault:
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update({**saved, "params": group["params"]})
         for (place, parameter, name), view in self._placed.items():
-            owner = _parameters_of(optimizers[place])[parameter]
+            owner = parameters_of(optimizers[place])[parameter]
             optimizers[place].state[owner][name] = view if owner.device.type == "cpu" else view.to(owner.device)
         for place, parameter, name, value in state["others"]:
-            optimizers[place].state[_parameters_of(optimizers[place])[parameter]][name] = value
+            optimizers[place].state[parameters_of(optimizers[place])[parameter]][name] = value
         for scheduler, saved in zip(self._trainee.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
 
@@ -268,13 +268,9 @@ def _entries_of(optimizers: Sequence[Optimizer]) -> Iterator[tuple[tuple[int, in
         if optimizer.state:
             if not all(isinstance(key, Tensor) for key in optimizer.state):
                 raise CheckpointError(f"{type(optimizer).__name__} remembers things that belong to no parameter")
-            for number, parameter in enumerate(_parameters_of(optimizer)):
+            for number, parameter in enumerate(parameters_of(optimizer)):
                 for name, value in optimizer.state.get(parameter, {}).items():
                     yield (place, number, name), value
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _move(tensor: Tensor, place: Tensor) -> None:
