@@ -101,7 +101,7 @@ class Hand:
 
     def push(self, *gradients: float | None, examples: int = 1, loss: float = NO_LOSS, **changes: Any) -> None:
         """Push gradients that have these numbers everywhere; None: there is no gradient."""
-        message = Push(self.step, self.version, examples, loss, 0.0, self._bits(gradients))
+        message = Push(self.step, self.version, examples, loss, 0.0, False, 0, self._bits(gradients))
         self.say(message._replace(**changes), self.gradients(*gradients))
 
     def gradients(self, *values: float | None) -> bytes:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError, WireError
-from paceline.server.channel import CHUNK, MAX_FRAME, Channel, Sealing
+from paceline.server.channel import MAX_FRAME, OPEN_CHUNK, SEALED_CHUNK, Channel, Sealing
 from paceline.server.handshake import HandshakeRefused, Opening, answer, fresh_token
 from paceline.server.lines import LENGTHS, MAX_FIRST, NO_FRAME, Line, Waiting
 from paceline.server.messages import Push
@@ -22,7 +22,7 @@ from paceline.server.wire import MAX_HEAD, encode
 
 TOKEN = bytes.fromhex("5e" * 32)
 SEALINGS: tuple[Sealing, ...] = get_args(Sealing)
-HEAD = encode(Push(3, 2, 64, 0.5, 0.01, b"\xff\x01"))
+HEAD = encode(Push(3, 2, 64, 0.5, 0.01, True, 7, b"\xff\x01"))
 
 
 def channels(sealing: Sealing) -> tuple[Channel, Channel]:
@@ -137,10 +137,11 @@ def test_replayed_lost_or_reordered_messages_are_refused(sealing: Sealing) -> No
 @pytest.mark.parametrize("sealing", SEALINGS)
 def test_chunks_out_of_order_or_without_end_are_refused(sealing: Sealing) -> None:
     worker, server = channels(sealing)
-    tensors = numbered(2 * CHUNK + 5)
+    chunk = SEALED_CHUNK if sealing == "all" else OPEN_CHUNK
+    tensors = numbered(2 * chunk + 5)
     into = memoryview(bytearray(len(tensors)))
     chunks = sent(worker, HEAD, tensors)
-    assert [len(part[-1]) for part in chunks] == [size + 16 * (sealing == "all") for size in (CHUNK, CHUNK, 5)]
+    assert [len(part[-1]) for part in chunks] == [size + 16 * (sealing == "all") for size in (chunk, chunk, 5)]
     later = sent(worker, b"later")[0]
     assert receive(server, chunks[0], into) is None
     for other in (chunks[0], chunks[2], later):
@@ -152,11 +153,11 @@ def test_chunks_out_of_order_or_without_end_are_refused(sealing: Sealing) -> Non
     assert receive(server, later) == (b"later", False)
 
 
-@pytest.mark.parametrize(("place", "head"), [(0, b""), (CHUNK - 1, b""), (CHUNK, b"new"), (2**64 - 1, b"")])
+@pytest.mark.parametrize(("place", "head"), [(0, b""), (OPEN_CHUNK - 1, b""), (OPEN_CHUNK, b"new"), (2**64 - 1, b"")])
 def test_a_peer_that_goes_on_elsewhere_in_its_tensors_is_refused(place: int, head: bytes) -> None:
     worker, server = channels("none")
-    into = memoryview(bytearray(CHUNK + 5))
-    first, second = sent(worker, HEAD, bytes(CHUNK + 5))
+    into = memoryview(bytearray(OPEN_CHUNK + 5))
+    first, second = sent(worker, HEAD, bytes(OPEN_CHUNK + 5))
     assert receive(server, first, into) is None
     with pytest.raises(WireError):
         receive(server, [second[0][:8] + struct.pack("<Q", place) + head, second[1]], into)
@@ -166,7 +167,7 @@ def test_a_peer_that_goes_on_elsewhere_in_its_tensors_is_refused(place: int, hea
 
 
 @pytest.mark.parametrize("sealing", SEALINGS)
-@pytest.mark.parametrize("room", [None, 0, 99, 101, 2 * CHUNK])
+@pytest.mark.parametrize("room", [None, 0, 99, 101, 2 * OPEN_CHUNK])
 def test_an_announced_length_that_is_not_wanted_is_refused(sealing: Sealing, room: int | None) -> None:
     worker, server = channels(sealing)
     into = None if room is None else memoryview(bytearray(room))
@@ -358,7 +359,9 @@ def carried(sender: Line, receiver: Line, into: Pieces | None = None) -> tuple[b
 
 
 @pytest.mark.parametrize("sealing", SEALINGS)
-@pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 30 * CHUNK // 2])
+@pytest.mark.parametrize(
+    "size", [0, 1, *(chunk + more for chunk in (SEALED_CHUNK, OPEN_CHUNK) for more in (-1, 0, 1)), 9 * OPEN_CHUNK // 2]
+)
 def test_tensors_of_any_size_arrive_both_ways(ends: Ends, sealing: Sealing, size: int) -> None:
     meet(ends, sealing)
     tensors = numbered(size)
@@ -378,7 +381,8 @@ def test_tensors_in_pieces_arrive_in_other_pieces(ends: Ends, sealing: Sealing) 
     meet(ends, sealing)
     source = random.Random(5)
     for _ in range(20):
-        sizes = [source.choice([0, 1, 3, 100, CHUNK // 2, CHUNK, 2 * CHUNK + 1]) for _ in range(source.randrange(1, 8))]
+        ends_of_chunks = (SEALED_CHUNK, 2 * SEALED_CHUNK + 1, OPEN_CHUNK)
+        sizes = [source.choice([0, 1, 3, 100, *ends_of_chunks]) for _ in range(source.randrange(1, 8))]
         sent_pieces = [numbered(size) for size in sizes]
         source.shuffle(sizes)
         places = [bytearray(size) for size in sizes]
@@ -390,7 +394,7 @@ def test_tensors_in_pieces_arrive_in_other_pieces(ends: Ends, sealing: Sealing) 
 @pytest.mark.parametrize("sealing", SEALINGS)
 def test_what_waits_can_be_kept_while_its_memory_changes(ends: Ends, sealing: Sealing) -> None:
     meet(ends, sealing)
-    tensors = numbered(40 * CHUNK)
+    tensors = numbered(10 * OPEN_CHUNK)
     memory = bytearray(tensors)
     for head in (b"first", b"second"):
         ends.server.send(head, Pieces(memoryview(memory)))
@@ -405,7 +409,7 @@ def test_what_waits_can_be_kept_while_its_memory_changes(ends: Ends, sealing: Se
 
 def test_what_is_overtaken_before_it_has_begun_is_not_sent(ends: Ends) -> None:
     meet(ends, "none")
-    tensors = Pieces(memoryview(bytes(40 * CHUNK)))
+    tensors = Pieces(memoryview(bytes(10 * OPEN_CHUNK)))
     for head in (b"first", b"second", b"third"):
         ends.server.send(head, tensors, overtakes=True)
         ends.server.send(b"after " + head)
@@ -445,7 +449,7 @@ def test_a_first_message_that_is_too_long_or_too_many_ends_the_line(ends: Ends, 
 def test_a_refused_message_leaves_the_line_as_it_was(ends: Ends) -> None:
     """All of it is skipped, wherever it is cut."""
     meet(ends, "none")
-    chunk = numbered(CHUNK)
+    chunk = numbered(OPEN_CHUNK)
     first, second, alone = (sent(channels("none")[0], HEAD, tensors)[0] for tensors in (chunk, chunk[:100], None))
     data = b"".join(in_line(message) for message in (first, second, alone))
     refused, heard, start = 0, None, 0

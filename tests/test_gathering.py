@@ -54,7 +54,7 @@ def test_buffers_travel_that_were_put_in_others_places() -> None:
     layouts = ModelLayouts(model)
     push = Laid(layouts.up, torch.zeros(layouts.up.nbytes, dtype=torch.uint8))
     model()
-    fill_push(layouts, push.views)
+    fill_push(layouts, push)
     assert push.views[1].tolist() == [1.0, 1.0]
 
 

@@ -105,9 +105,11 @@ class Attacker:
             lambda: Data(self._number(), self._number(), source.choice(["short", "drop", "pad"]), True),
             lambda: Ask(source.choice([-1, 0, 1, 2**40, self._number(63)]), self._number()),
             lambda: Ask(2**40, 0),
-            lambda: Push(step, version, 1, self._real(), self._real(), b"\1"),
-            lambda: Push(step, version, self._number(), 0.0, 0.0, source.randbytes(source.randrange(3))),
-            lambda: Push(self._number(), self._number(), 1, 0.0, 0.0, b"\1"),
+            lambda: Push(step, version, 1, self._real(), self._real(), False, 0, b"\1"),
+            lambda: Push(
+                step, version, self._number(), 0.0, 0.0, True, self._number(), source.randbytes(source.randrange(3))
+            ),
+            lambda: Push(self._number(), self._number(), 1, 0.0, 0.0, True, 7, b"\1"),
             lambda: Skip(source.choice([step, self._number()])),
             lambda: More(source.choice([step, self._number()])),
             lambda: Mean(self._number(), self._text(), self._real(), (self._real(),) * source.randrange(5)),

@@ -135,7 +135,7 @@ def test_workers_are_given_the_ranks_that_are_expected() -> None:
 def test_who_is_no_member_is_told_so() -> None:
     with cluster_of_hands("async", 1) as (cluster, _):
         stranger = Hand(cluster, hello=False)
-        for message in (Ask(1, 1), Push(0, 0, 1, 0.0, 0.0, b"\1"), Skip(0), Leave(failed=False)):
+        for message in (Ask(1, 1), Push(0, 0, 1, 0.0, 0.0, False, 0, b"\1"), Skip(0), Leave(failed=False)):
             stranger.say(message)
             stranger.hear(Unknown)
         assert stranger.join().rank == 1

@@ -91,7 +91,7 @@ def test_a_model_whose_names_fill_a_message(cluster: Cluster) -> None:
 def test_tensors_of_another_length(cluster: Cluster) -> None:
     hand = Hand(cluster, 0)
     go = hand.ask()
-    push = Push(go.step, go.version, 1, 0.0, 0.0, b"\1")
+    push = Push(go.step, go.version, 1, 0.0, 0.0, False, 0, b"\1")
     assert "wanted 64 bytes of tensors, found 32" in refusal_of(hand, push, bytes(32))
     assert cluster.value == 0.0
 
@@ -102,7 +102,7 @@ def test_a_push_without_tensors(cluster: Cluster) -> None:
     go = hand.ask()
     hand.push(2.0)
     go = hand.go()
-    assert "tensors" in refusal_of(hand, Push(go.step, go.version, 1, 0.0, 0.0, b"\1"))
+    assert "tensors" in refusal_of(hand, Push(go.step, go.version, 1, 0.0, 0.0, False, 0, b"\1"))
     assert cluster.value == -2.0
 
 

@@ -57,7 +57,7 @@ MESSAGES = st.one_of([_some(kind) for kind in KINDS.values()])
 
 EXAMPLES: list[Message] = [
     Hello(-1, 0, 77, "host", False, (Described("0.weight", (3, 4), "float32", True),)),
-    Push(3, 2, 64, 0.5, 0.01, b"\xff\x01"),
+    Push(3, 2, 64, 0.5, 0.01, True, 2**64 - 1, b"\xff\x01"),
     Go(3, 2, True, 0, 17, 4),
     Batch(3, 0, 18),
     Ask(10, 1),
@@ -170,7 +170,7 @@ BAD_BODIES = [
     (Mean, b'{"epoch":0,"key":"a","weight":1.0,"values":{}}', "Mean.values: wanted tuple"),
     (Go, bytes(16) + b"\x02" + bytes(25), "wanted 0 or 1 for a flag, found 2"),
     (Skip, bytes(7), "wanted a body of 16 bytes, found 7"),
-    (Push, bytes(39), "wanted a body of at least 40 bytes, found 39"),
+    (Push, bytes(48), "wanted a body of at least 49 bytes, found 48"),
 ]
 
 

@@ -38,6 +38,8 @@ inline uint16_t half_from_float(float value) {
   return static_cast<uint16_t>(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13));
 }
 
+enum class Way { look, copy, copy_past_cache };
+
 namespace baseline {
 #include "kernels.inc"
 }
@@ -59,17 +61,21 @@ struct InstructionSet {
   const char* name;
   Block reduce_block;
   void (*copy_block)(char*, const char*, size_t);
-  Examined (*examine_block)(const char*, size_t);
+  Examined (*examine_block[3])(char*, const char*, size_t);  // by the way
   bool is_here;
 };
 
 // The best one first.
 const InstructionSet instruction_sets[] = {
 #ifdef PACELINE_TWO_SETS
-    {"avx2", avx2::reduce_block, avx2::copy_block, avx2::examine_block,
+    {"avx2", avx2::reduce_block, avx2::copy_block,
+     {avx2::examine_block<Way::look>, avx2::examine_block<Way::copy>, avx2::examine_block<Way::copy_past_cache>},
      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")},
 #endif
-    {"baseline", baseline::reduce_block, baseline::copy_block, baseline::examine_block, true},
+    {"baseline", baseline::reduce_block, baseline::copy_block,
+     {baseline::examine_block<Way::look>, baseline::examine_block<Way::copy>,
+      baseline::examine_block<Way::copy_past_cache>},
+     true},
 };
 
 const InstructionSet* best_instruction_set() {
@@ -79,6 +85,11 @@ const InstructionSet* best_instruction_set() {
 }
 
 std::atomic<const InstructionSet*> chosen{best_instruction_set()};
+
+Examined examine_by(Way way, void* to, const void* from, size_t bytes) {
+  const InstructionSet* set = chosen.load(std::memory_order_relaxed);
+  return set->examine_block[static_cast<int>(way)](static_cast<char*>(to), static_cast<const char*>(from), bytes);
+}
 
 // Sums of truth values are "or", products "and", so that they stay truth values.
 Reduce for_booleans(Reduce op) {
@@ -136,8 +147,36 @@ void copy(void* to, const void* from, size_t bytes) {
   chosen.load(std::memory_order_relaxed)->copy_block(static_cast<char*>(to), static_cast<const char*>(from), bytes);
 }
 
-Examined examine(const void* from, size_t bytes) {
-  return chosen.load(std::memory_order_relaxed)->examine_block(static_cast<const char*>(from), bytes);
+void copy_past_cache(void* to, const void* from, size_t bytes) {
+#ifdef PACELINE_TWO_SETS
+  constexpr size_t line = 64;
+  char* destination = static_cast<char*>(to);
+  const char* source = static_cast<const char*>(from);
+  const size_t front = std::min(bytes, (line - reinterpret_cast<uintptr_t>(to) % line) % line);
+  const size_t lines = (bytes - front) / line;
+  copy(destination, source, front);
+  for (size_t at = front; at < front + lines * line; at += line)
+    for (size_t part = 0; part < line; part += sizeof(__m128i))
+      _mm_stream_si128(reinterpret_cast<__m128i*>(destination + at + part),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + at + part)));
+  _mm_sfence();  // others may be told of it now
+  const size_t done = front + lines * line;
+  copy(destination + done, source + done, bytes - done);
+#else
+  copy(to, from, bytes);
+#endif
+}
+
+Examined examine(const void* from, size_t bytes) { return examine_by(Way::look, nullptr, from, bytes); }
+
+Examined copy_examined(void* to, const void* from, size_t bytes) {
+  constexpr size_t much = 1 << 20;
+  if (bytes < much || reinterpret_cast<uintptr_t>(to) % 16 != 0) return examine_by(Way::copy, to, from, bytes);
+  const Examined found = examine_by(Way::copy_past_cache, to, from, bytes);
+#ifdef PACELINE_TWO_SETS
+  _mm_sfence();  // others may be told of it now
+#endif
+  return found;
 }
 
 const char* instruction_set() { return chosen.load()->name; }

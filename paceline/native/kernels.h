@@ -31,12 +31,18 @@ void reduce(Dtype dtype, Reduce reduce, void* const* destinations, int destinati
 // slower if the two addresses differ in their last six bits.
 void copy(void* to, const void* from, size_t bytes);
 
+// The same for memory that is too large to be read again from a cache: written past it, where the processor can.
+void copy_past_cache(void* to, const void* from, size_t bytes);
+
 // Whether all numbers of 32-bit floating point are finite, and the sum of all 64-bit words: in one pass over the memory.
 struct Examined {
   bool finite;
   uint64_t checksum;
 };
 Examined examine(const void* from, size_t bytes);
+
+// Both at once; past the cache if there is much of it.
+Examined copy_examined(void* to, const void* from, size_t bytes);
 
 // The instruction set that `reduce` uses: the best one here, unless another is chosen, for tests.
 const char* instruction_set();

@@ -329,6 +329,10 @@ PyObject* can_reduce(PyObject*, PyObject* arguments) {
   return PyBool_FromLong(is_defined(static_cast<Dtype>(dtype), static_cast<Reduce>(reduce)));
 }
 
+PyObject* built(const Examined& found) {
+  return Py_BuildValue("NK", PyBool_FromLong(found.finite), static_cast<unsigned long long>(found.checksum));
+}
+
 PyObject* examine_memory(PyObject*, PyObject* arguments) {
   unsigned long long address, bytes;
   if (!PyArg_ParseTuple(arguments, "KK", &address, &bytes)) return nullptr;
@@ -336,7 +340,26 @@ PyObject* examine_memory(PyObject*, PyObject* arguments) {
   Py_BEGIN_ALLOW_THREADS
   found = examine(reinterpret_cast<const void*>(address), bytes);
   Py_END_ALLOW_THREADS
-  return Py_BuildValue("NK", PyBool_FromLong(found.finite), static_cast<unsigned long long>(found.checksum));
+  return built(found);
+}
+
+PyObject* copy_examined_memory(PyObject*, PyObject* arguments) {
+  unsigned long long to, from, bytes;
+  if (!PyArg_ParseTuple(arguments, "KKK", &to, &from, &bytes)) return nullptr;
+  Examined found;
+  Py_BEGIN_ALLOW_THREADS
+  found = copy_examined(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  Py_END_ALLOW_THREADS
+  return built(found);
+}
+
+PyObject* copy_memory(PyObject*, PyObject* arguments) {
+  unsigned long long to, from, bytes;
+  if (!PyArg_ParseTuple(arguments, "KKK", &to, &from, &bytes)) return nullptr;
+  Py_BEGIN_ALLOW_THREADS
+  copy_past_cache(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
 }
 
 PyObject* chosen_instruction_set(PyObject*, PyObject*) { return PyUnicode_FromString(instruction_set()); }
@@ -351,6 +374,8 @@ PyMethodDef functions[] = {{"join", join, METH_VARARGS, nullptr},
                            {"segment_bytes", segment_bytes, METH_O, nullptr},
                            {"can_reduce", can_reduce, METH_VARARGS, nullptr},
                            {"examine", examine_memory, METH_VARARGS, nullptr},
+                           {"copy_examined", copy_examined_memory, METH_VARARGS, nullptr},
+                           {"copy_past_cache", copy_memory, METH_VARARGS, nullptr},
                            {"instruction_set", chosen_instruction_set, METH_NOARGS, nullptr},
                            {"choose_instruction_set", choose_set, METH_VARARGS, nullptr},
                            {nullptr, nullptr, 0, nullptr}};

@@ -22,7 +22,7 @@ from paceline.record.trace import Pushed
 from paceline.replay.outcome import Differs, Push, Replayed, Tell, same_bits
 from paceline.replay.plan import Plan, RecordedCommit
 from paceline.replay.worker import ComputedPush, ReplayWorker
-from paceline.server.gathering import MeanOfPushes, adopt, examine, publish
+from paceline.server.gathering import MeanOfPushes, adopt, publish
 from paceline.server.layout import Laid, ModelLayouts
 from paceline.trainee import Trainee
 from paceline.training import TrainConfig, build_scheduler, make_model, served_pace, training_sampler
@@ -96,7 +96,7 @@ class ProblemReplay:
         ]
 
     def _gradients(self, push: ComputedPush) -> dict[str, Tensor]:
-        used = int.from_bytes(push.used, "little")
+        used = int.from_bytes(push.filled.used, "little")
         named = zip(self._layouts.trained_names, push.gradients.views, strict=False)
         return {name: view.clone() for place, (name, view) in enumerate(named) if used >> place & 1}
 
@@ -114,7 +114,7 @@ class ProblemReplay:
 
     def _compare(self, push: ComputedPush) -> None:
         told = push.recorded.told
-        _, checksum = examine(self._layouts, push.gradients)
+        checksum = push.filled.checksum
         if not same_bits(push.loss, told.loss) or checksum != told.checksum:
             raise Differs(
                 f"{push.recorded}: loss {push.loss!r} and gradients with the checksum {checksum:016x}, where the run "
@@ -126,7 +126,7 @@ class ProblemReplay:
         self._committed = [self._waiting.pop(push.told) for push in commit.pushes]
         with torch.no_grad():
             for push in self._committed:
-                self._gathered.add(push.gradients, push.recorded.told.examples, push.used)
+                self._gathered.add(push.gradients, push.recorded.told.examples, push.filled.used)
             self._gathered.put()
         self.trainee.update()
         publish(self._layouts, self._memory)

@@ -11,7 +11,7 @@ from paceline.data.numbered import NumberedBatches
 from paceline.problems import Problem
 from paceline.replay.plan import RecordedPush
 from paceline.seeding import derive_seed, seed_streams
-from paceline.server.gathering import fill_push, read_parameters
+from paceline.server.gathering import Filled, fill_push, read_parameters
 from paceline.server.layout import Laid, ModelLayouts
 from paceline.training import TrainConfig, loss_of, make_model
 
@@ -23,7 +23,7 @@ class ComputedPush:
     recorded: RecordedPush
     loss: float
     gradients: Laid
-    used: bytes  # bits of the parameters that have a gradient
+    filled: Filled
 
 
 class ReplayWorker:
@@ -49,7 +49,7 @@ class ReplayWorker:
             seed_streams(derive_seed(self._batches.sampler.seed, rank, "step", push.told.step, block))
             loss = self._add_gradients(data)
         self._buffers[rank] = [buffer.detach().clone() for buffer in self._layouts.buffers]
-        return ComputedPush(push, loss, room, fill_push(self._layouts, room.views))
+        return ComputedPush(push, loss, room, fill_push(self._layouts, room))
 
     def _add_gradients(self, data: list[Tensor]) -> float:
         inputs, targets = (tensor.to(self._device) for tensor in data)

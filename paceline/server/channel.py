@@ -3,12 +3,13 @@
 A channel is what a handshake leaves at each end of a connection. Every message it sends is one or two frames::
 
     number (u64) · total or offset (u64) · head        sealed unless the sealing is "none"
-    up to 256 KiB of tensors                           sealed if the sealing is "all"
+    a chunk of tensors                                 sealed if the sealing is "all"
 
 The first message of some tensors has the head and their total length, those that follow have no head and say where
 their bytes belong; a message without tensors says ``2**64 - 1``. Numbers count the messages of one direction, so one
-that is replayed, left out or out of order is refused; they also make the nonces. Chunks are small for two reasons: one
-is sealed while the network has the last one, and all that happens to it happens in the processor's cache.
+that is replayed, left out or out of order is refused; they also make the nonces. Sealed chunks are small, 256 KiB, for
+two reasons: one is sealed while the network has the last one, and all that happens to it happens in the processor's
+cache. Open ones, to which nothing happens, are of 1 MiB.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from paceline.server.wire import MAX_HEAD
 
 Sealing: TypeAlias = Literal["none", "heads", "all"]  # same host; trusted network; between hosts
 
-CHUNK = 2**18
+SEALED_CHUNK, OPEN_CHUNK = 2**18, 2**20
 _PREAMBLE = struct.Struct("<QQ")
 _NONCE = struct.Struct("<QI")  # message, frame of it
 _TAG = 16
 _NO_TENSORS = 2**64 - 1
-MAX_FRAME = max(CHUNK, MAX_HEAD) + _PREAMBLE.size + _TAG
+MAX_FRAME = max(OPEN_CHUNK, MAX_HEAD) + _PREAMBLE.size + _TAG
 
 
 class Received(NamedTuple):
@@ -68,7 +69,8 @@ class Channel:
         self._sent = self._received = 0  # messages
         self._partial: _Partial | None = None
         self._open: _Open | None = None
-        room = CHUNK + _TAG if self._seal_tensors else 0
+        self.chunk = SEALED_CHUNK if self._seal_tensors else OPEN_CHUNK  # bytes of tensors in a message
+        room = SEALED_CHUNK + _TAG if self._seal_tensors else 0
         self._going, self._coming, self._whole = (memoryview(bytearray(room)) for _ in range(3))
 
     # Sending -------------------------------------------------------------------------------------------------
@@ -131,7 +133,7 @@ class Channel:
             partial = _Partial(head, into, come=0)
         elif head or place != partial.come:
             raise WireError(f"wanted bytes {partial.come} on of tensors under way, found those from {place} on")
-        size = min(CHUNK, partial.into.nbytes - partial.come)
+        size = min(self.chunk, partial.into.nbytes - partial.come)
         length = size + (_TAG if self._seal_tensors else 0)
         if second != length:
             raise WireError(f"wanted a frame of {length} bytes of tensors, found {second}")
@@ -147,7 +149,7 @@ class Channel:
             self._received += 1
             return Received(message.head, None)
         head, into, come = message.partial
-        end = min(come + CHUNK, into.nbytes)
+        end = min(come + self.chunk, into.nbytes)
         if message.sealed is not None:
             self._open_chunk(message, message.sealed, into.between(come, end))
         self._received += 1

@@ -16,11 +16,11 @@ from torch import nn
 from paceline.errors import CommError
 from paceline.server import messages as wire
 from paceline.server.channel import Sealing
-from paceline.server.gathering import fill_push, read_parameters
+from paceline.server.gathering import Filled, fill_push, read_parameters
 from paceline.server.handshake import Opening
 from paceline.server.in_place import Gradients, Parameters
 from paceline.server.interrupt import StepCancelled
-from paceline.server.layout import ModelLayouts
+from paceline.server.layout import Laid, ModelLayouts
 from paceline.server.lines import Line
 from paceline.server.memory import SharedMemory, is_over
 from paceline.server.parts import ConnectionLost, OtherParts
@@ -147,7 +147,7 @@ class Client:
             return
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._memory_file, down=down, up=up, slots=welcome.slots)
-        self._gradient_views = self._layouts.up.views(self._memory.slot(self.rank))
+        self._room = Laid(self._layouts.up, self._memory.slot(self.rank))
         self._parameter_views = self._layouts.down.views(self._memory.down)
 
     def _meet_others(self, welcome: wire.Welcome) -> None:
@@ -279,20 +279,22 @@ class Client:
     def push(self, *, examples: int, loss: float | None, seconds: float) -> None:
         """Push the gradients that lie in the model, and its buffers."""
         self._layouts.check_trained()
-        tensors = None
+        tensors, filled = None, Filled(b"", finite=False, checksum=0)  # it is for the server to look
         if self._memory_file is None:
             tensors, used = self._gradients.pieces()
+            filled = filled._replace(used=used)
         else:
-            used = fill_push(self._layouts, self._gradient_views)
+            filled = fill_push(self._layouts, self._room)
         if self._others is not None:
             assert self._line is not None
             try:
-                used = self._others.push(self._step, used)
+                filled = self._others.push(self._step, filled)
             except ConnectionLost:
                 self._line.give_up()  # the whole of it is made anew
                 return
-        no_loss = float("nan")
-        message = wire.Push(self._step, self.version, examples, no_loss if loss is None else loss, seconds, used)
+        told = float("nan") if loss is None else loss
+        used, finite, checksum = filled
+        message = wire.Push(self._step, self.version, examples, told, seconds, finite, checksum, used)
         self._send(message, tensors)
 
     def skip(self) -> None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import cmath
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline import native
+from paceline.server.copying import HALVES, copy, copy_and_look, look_at
 from paceline.server.layout import Laid, ModelLayouts
-
-if native.available():
-    from paceline.native import _core
-
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class MeanOfPushes:
@@ -33,7 +27,7 @@ class MeanOfPushes:
         """Add a push; its memory may change afterwards."""
         if self._sum is None:
             self._sum = Laid(self._layouts.up, torch.zeros_like(push.memory))
-            self._totals = [flat.float() if flat.dtype in _HALVES else flat for flat in self._sum.flat]
+            self._totals = [flat.float() if flat.dtype in HALVES else flat for flat in self._sum.flat]
         if self._count == 0:
             self._unit = max(1, examples)
         weight = examples / self._unit
@@ -75,9 +69,9 @@ def examine(layouts: ModelLayouts, push: Laid) -> tuple[str | None, int]:
     Beside it a checksum of the bits: the sum of their 64-bit words. One quick pass tells both; only if something is
     amiss are the numbers looked at one by one.
     """
-    examined = [_examine(part) for part in push.flat]
-    checksum = sum(words for _, words in examined) % 2**64
-    return (None if all(finite for finite, _ in examined) else _not_finite(layouts, push)), checksum
+    looks = [look_at(part) for part in push.flat]
+    checksum = sum(look.checksum for look in looks) % 2**64
+    return (None if all(look.finite for look in looks) else _not_finite(layouts, push)), checksum
 
 
 def _not_finite(layouts: ModelLayouts, push: Laid) -> str | None:
@@ -91,30 +85,28 @@ def _not_finite(layouts: ModelLayouts, push: Laid) -> str | None:
     return None
 
 
-def _examine(part: Tensor) -> tuple[bool, int]:
-    """Whether a flat vector is finite, as far as a quick look tells, and the sum of its words."""
-    if native.available() and part.dtype == torch.float32:
-        return _core.examine(part.data_ptr(), part.nbytes)
-    words = int(part.view(torch.int64).sum())
-    if not (part.is_floating_point() or part.is_complex()):
-        return True, words
-    wide = torch.float32 if part.dtype in _HALVES else None
-    return cmath.isfinite(part.sum(dtype=wide).item()), words
+class Filled(NamedTuple):
+    """A push that lies where it is taken from."""
+
+    used: bytes  # one bit per parameter: it has a gradient
+    finite: bool  # as a quick look tells
+    checksum: int  # as ``examine`` gives it
 
 
-def fill_push(layouts: ModelLayouts, views: list[Tensor]) -> bytes:
-    """Copy a worker's gradients and buffers to where its push is taken from; give the bits of the ones that it has."""
-    used = 0
-    for place, (parameter, view) in enumerate(zip(layouts.trained, views, strict=False)):
-        gradient = parameter.grad
-        if gradient is None:
+def fill_push(layouts: ModelLayouts, push: Laid) -> Filled:
+    """Copy a worker's gradients and buffers to where its push is taken from, and look at them on the way."""
+    used, finite, checksum = 0, True, 0
+    tensors = [*(parameter.grad for parameter in layouts.trained), *layouts.buffers]
+    for place, (tensor, view, padded) in enumerate(zip(tensors, push.views, push.padded, strict=True)):
+        if tensor is None:
             view.zero_()
             continue
         used |= 1 << place
-        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-    for buffer, view in zip(layouts.buffers, views[len(layouts.trained) :], strict=True):
-        view.copy_(buffer)
-    return used.to_bytes(-(-len(layouts.trained) // 8), "little")
+        look = copy_and_look(view, tensor, padded)
+        finite, checksum = finite and look.finite, checksum + look.checksum
+    trained = len(layouts.trained)
+    bits = used & ((1 << trained) - 1)
+    return Filled(bits.to_bytes(-(-trained // 8), "little"), finite, checksum % 2**64)
 
 
 def adopt(layouts: ModelLayouts, memory: Tensor, *, found: bool = False) -> None:
@@ -145,4 +137,4 @@ def read_parameters(layouts: ModelLayouts, views: list[Tensor]) -> None:
     """Copy the server's parameters and buffers into a worker's model."""
     with torch.no_grad():
         for tensor, view in zip([*layouts.parameters, *layouts.buffers], views, strict=True):
-            tensor.copy_(view)
+            copy(tensor, view)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from paceline.server.copying import lies_plainly
 from paceline.server.layout import Layout, ModelLayouts, memory_of
 from paceline.server.pieces import Pieces
 
@@ -72,15 +73,7 @@ class Parameters:
 
 def _lies_well(tensor: Tensor, view: Tensor) -> bool:
     """Whether the tensor's bytes are those that travel, and many."""
-    return (
-        tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
-        and tensor.dtype == view.dtype
-        and tensor.nbytes >= _LEAST
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return lies_plainly(tensor, like=view) and tensor.nbytes >= _LEAST
 
 
 def _joined(layout: Layout, memory: Tensor, lying: dict[int, Tensor]) -> Pieces:

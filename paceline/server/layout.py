@@ -30,7 +30,7 @@ class Layout:
             for place, tensor in enumerate(tensors):
                 if tensor.dtype == dtype:
                     self.offsets[place] = self.nbytes
-                    self.nbytes += -(-tensor.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+                    self.nbytes += _aligned(tensor.numel() * dtype.itemsize)
             self.spans.append((dtype, start, self.nbytes))
 
     def views(self, memory: Tensor) -> list[Tensor]:
@@ -40,18 +40,33 @@ class Layout:
             for (shape, dtype), offset in zip(self._shapes, self.offsets, strict=True)
         ]
 
+    def padded(self, memory: Tensor) -> list[Tensor]:
+        """A vector for each tensor, with the gap behind it."""
+        return [
+            memory[offset : offset + _aligned(shape.numel() * dtype.itemsize)].view(dtype)
+            for (shape, dtype), offset in zip(self._shapes, self.offsets, strict=True)
+        ]
+
     def flat(self, memory: Tensor) -> list[Tensor]:
         """One vector for each dtype: all its tensors, with the gaps between them."""
         return [memory[start:stop].view(dtype) for dtype, start, stop in self.spans]
 
 
 class Laid:
-    """Memory of bytes with a layout: ``views`` are its tensors, ``flat`` the vectors of each dtype."""
+    """Memory of bytes with a layout: ``views`` are its tensors, ``flat`` the vectors of each dtype.
+
+    ``padded`` are vectors of the tensors, each with the gap behind it.
+    """
 
     def __init__(self, layout: Layout, memory: Tensor) -> None:
         self.memory = memory
         self.views = layout.views(memory)
+        self.padded = layout.padded(memory)
         self.flat = layout.flat(memory)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def memory_of(tensor: Tensor) -> memoryview:

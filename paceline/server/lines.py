@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from paceline.errors import WireError
-from paceline.server.channel import CHUNK, MAX_FRAME, Channel, Received
+from paceline.server.channel import MAX_FRAME, Channel, Received
 from paceline.server.pieces import Pieces
 from paceline.server.sockets import Silence, connect, is_tcp, prepare
 
@@ -50,7 +50,7 @@ class Waiting:
         if self.tensors is None:
             return *channel.message(self.head, 0, None), True
         start, total = self.next, self.tensors.nbytes
-        self.next = min(start + CHUNK, total)
+        self.next = min(start + channel.chunk, total)
         chunk = self.tensors.between(start, self.next)
         if self.begun:
             frames = channel.message(b"", start, chunk)

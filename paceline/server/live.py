@@ -327,7 +327,7 @@ class LiveServer:
         push = decided.Push(member.rank, member.life, message.step, message.version, message.examples, loss)
         checksum = 0
         if message.step == member.step:
-            amiss, checksum = self._examine(member, message.step)
+            amiss, checksum = self._examine(member, message)
             if amiss is not None:
                 self._trace(traced.NotFinite(member.rank, message.step, message.version))
                 self._refuse_numbers(member, message.step, amiss)
@@ -358,11 +358,16 @@ class LiveServer:
                 self._shards.settle()
         self._do(actions)
 
-    def _examine(self, member: Member, step: int) -> tuple[str | None, int]:
-        """What is not finite in a push, and its checksum; of all its parts, while each server looks at its own."""
+    def _examine(self, member: Member, push: wire.Push) -> tuple[str | None, int]:
+        """What is not finite in a push, and its checksum; of all its parts, while each server looks at its own.
+
+        A worker of this host has looked at its gradients when it copied them; only what is amiss is looked at again.
+        """
+        if member.local and push.finite:
+            return None, push.checksum
         if self._shards is None:
             return examine(self._layouts, member.gradients)
-        self._shards.begin_examining(member.rank, step, shared=member.local)
+        self._shards.begin_examining(member.rank, push.step, shared=member.local)
         amiss, checksum = examine(self._layouts, member.gradients)
         elsewhere, rest = self._shards.end_examining()
         return amiss or elsewhere, (checksum + rest) % 2**64

@@ -53,6 +53,8 @@ class Push(NamedTuple):
     examples: Count
     loss: float  # NaN: none was told
     seconds: float  # of computing
+    finite: bool  # the worker has looked at what it put into shared memory, and found so
+    checksum: Count  # then
     used: bytes  # one bit per parameter: it has a gradient
 
 

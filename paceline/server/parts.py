@@ -13,8 +13,8 @@ from paceline.server import messages as wire
 from paceline.server.calling import call
 from paceline.server.channel import Sealing
 from paceline.server.dealing import layouts_of, starts_of
-from paceline.server.gathering import fill_push, read_parameters
-from paceline.server.layout import ModelLayouts, memory_of
+from paceline.server.gathering import Filled, fill_push, read_parameters
+from paceline.server.layout import Laid, ModelLayouts, memory_of
 from paceline.server.lines import Line
 from paceline.server.memory import SharedMemory
 from paceline.server.pieces import Pieces
@@ -35,10 +35,10 @@ class _SharedPart:
     def __init__(self, layouts: ModelLayouts, file: int, *, slots: int, rank: int) -> None:
         self._layouts = layouts
         self._memory = SharedMemory(file, down=layouts.down.nbytes, up=layouts.up.nbytes, slots=slots)
-        self._gradients = layouts.up.views(self._memory.slot(rank))
+        self._gradients = Laid(layouts.up, self._memory.slot(rank))
         self._parameters = layouts.down.views(self._memory.down)
 
-    def begin_push(self, step: int) -> bytes:
+    def begin_push(self, step: int) -> Filled:
         return fill_push(self._layouts, self._gradients)
 
     def end_push(self, step: int) -> None: ...
@@ -60,12 +60,11 @@ class _DistantPart:
 
     def __init__(self, layouts: ModelLayouts, address: str, *, token: bytes, sealing: Sealing, rank: int) -> None:
         self._layouts = layouts
-        self._gradients, self._parameters = (
-            torch.zeros(layout.nbytes, dtype=torch.uint8) for layout in (layouts.up, layouts.down)
+        self._gradients, parameters = (
+            Laid(layout, torch.zeros(layout.nbytes, dtype=torch.uint8)) for layout in (layouts.up, layouts.down)
         )
-        self._gradient_views = layouts.up.views(self._gradients)
-        self._parameter_views = layouts.down.views(self._parameters)
-        self._into = Pieces(memory_of(self._parameters))
+        self._parameter_views = parameters.views
+        self._into = Pieces(memory_of(parameters.memory))
         self._version = -1  # of the parameters that have come
         try:
             self._line: Line = call(address, token, sealing, seconds=_TIME_TO_COME)
@@ -78,11 +77,11 @@ class _DistantPart:
             self._line.close()
             raise
 
-    def begin_push(self, step: int) -> bytes:
-        used = fill_push(self._layouts, self._gradient_views)
-        tensors = Pieces(memory_of(self._gradients))
+    def begin_push(self, step: int) -> Filled:
+        filled = fill_push(self._layouts, self._gradients)
+        tensors = Pieces(memory_of(self._gradients.memory))
         self._line.send_all(encode(wire.Part(step)), tensors, vanished_after=_VANISHED_AFTER)
-        return used
+        return filled
 
     def end_push(self, step: int) -> None:
         """Wait until the server has the part."""
@@ -145,17 +144,22 @@ class OtherParts:
             self.close()
             raise
 
-    def push(self, step: int, used: bytes) -> bytes:
-        """Let every server have its part of a push, and give the bits of all parameters that have a gradient.
+    def push(self, step: int, own: Filled) -> Filled:
+        """Let every server have its part of a push, of which ``own`` is the first server's; give the whole of it.
 
-        ``used`` are those of the first server's part. When this returns, all parts have come.
+        When this returns, all parts have come.
         """
-        bits = int.from_bytes(used, "little")
-        for part, start in zip(self._parts, self._starts[1:], strict=False):
-            bits |= int.from_bytes(part.begin_push(step), "little") << start
+        filled = [own, *(part.begin_push(step) for part in self._parts)]
         for part in self._parts:
             part.end_push(step)
-        return bits.to_bytes(-(-self._starts[-1] // 8), "little")
+        bits = sum(
+            int.from_bytes(each.used, "little") << start for each, start in zip(filled, self._starts, strict=False)
+        )
+        return Filled(
+            used=bits.to_bytes(-(-self._starts[-1] // 8), "little"),
+            finite=all(each.finite for each in filled),
+            checksum=sum(each.checksum for each in filled) % 2**64,
+        )
 
     def read(self, version: int) -> bool:
         """Take the parameters of this version into the model; False if later ones have come, so that a step has too."""

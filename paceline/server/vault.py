@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import CheckpointError, CommError
 from paceline.record.state_tree import pack, unpack
+from paceline.server.copying import copy
 from paceline.server.layout import Layout
 from paceline.trainee import Trainee, parameters_of
 
@@ -137,7 +138,7 @@ class Vault:
         """Bring the spare up to the work, if it is behind."""
         if self._keeps and self._behind:
             for stretch in self._stretches:
-                stretch.spare.copy_(stretch.work)
+                copy(stretch.spare, stretch.work)
             self._behind = False
 
     def _give_up(self, error: Exception) -> None:
