@@ -29,7 +29,7 @@ from paceline.server import messages as wire
 from paceline.server.calling import call
 from paceline.server.dealing import deal, layouts_of
 from paceline.server.wire import decode, encode
-from paceline.trainee import Trainee
+from paceline.trainee import Trainee, parameters_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -328,6 +328,24 @@ def test_a_run_of_two_servers_goes_on_with_another_number(tmp_path: Path, server
     rest = saved_after(tmp_path / "rest", range(8, 16), servers, resume=half)
     assert_same(parts_of(half)["session"]["steps"], 8)
     assert_same(parts_of(rest), parts_of(undisturbed))
+
+
+def test_the_first_server_keeps_its_own_part_alone(tmp_path: Path) -> None:
+    """Though it has read the whole of a checkpoint, and collects the whole for every one that it writes."""
+    with Watched(tmp_path / "run", adam(), "async") as host:
+        host._load(read_checkpoint(saved_after(tmp_path / "before", range(4), 1)))
+        cluster = ShardedCluster(
+            "async", adam, trainee=host._trainee, servers=2, workers=1, host=host, version=host.steps
+        )
+        host._shards = cluster.shards
+        with pushers(cluster, [Model()]) as (worker,):
+            worker.saves_to = str(tmp_path / "last")
+            lead([worker], range(4, 8))
+        host._shards = None
+    parameters = parameters_of(cluster.trainee.optimizers[0])
+    kept = {id(parameters[number]) for _, number, _ in cluster.server._vault._placed}
+    own = layouts_of(cluster.trainee.model, 2)[0]
+    assert kept == {id(parameter) for parameter in own.trained}
 
 
 def parts_of(file: Path) -> dict[str, Any]:
