@@ -115,7 +115,7 @@ def disturb(
         time.sleep(dice.uniform(0, 0.3))
         rank = dice.randrange(workers)
         joined = times_joined(run, rank)
-        for victim in processes_of(mark, rank):
+        for victim in processes_of(mark, f"RANK={rank}"):
             os.kill(victim, signal.SIGKILL)
         wait(process, lambda rank=rank, joined=joined: times_joined(run, rank) > joined)  # type: ignore[misc]
     enough = commits(run) + 20
@@ -141,15 +141,15 @@ def records(run: Path) -> Iterator[Any]:
     return iter(Trace(file)) if file.exists() and file.stat().st_size > 1000 else iter(())
 
 
-def processes_of(mark: str, rank: int) -> list[int]:
-    """The process of a worker; the server has no rank."""
+def processes_of(mark: str, setting: str) -> list[int]:
+    """The processes of a marked run that have this in their environment, such as ``RANK=1``."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             environment = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if f"{MARK}={mark}".encode() in environment and f"RANK={rank}".encode() in environment:
+        if f"{MARK}={mark}".encode() in environment and setting.encode() in environment:
             found.append(int(path.parent.name))
     return found
 

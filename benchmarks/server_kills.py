@@ -1,12 +1,14 @@
 """The server and its workers killed at random moments, again and again: is any acknowledged commit lost?
 
-    python benchmarks/server_kills.py [--server-kills 50] [--worker-kills 100] [--policy "k-async(k=2)"] [--json]
+    python benchmarks/server_kills.py [--server-kills 50] [--worker-kills 100] [--policy "k-async(k=2)"] [--servers 1]
+        [--json]
 
-Digits are learned by real workers. The server is killed (SIGKILL) whenever it has committed something since it came
-back, workers in between; others take their places. Then the run is stopped by SIGTERM and replayed from its first step
-in this process: every push, and the hash of the parameters that each new server has found, must be equal to the last
-bit. No worker may have seen a version that a server did not find again, and every batch of the epochs that are over
-must have been committed exactly once. The exit code is 1 if one of it is not so, or the target accuracy is missed.
+Digits are learned by real workers. The server, or any one of several, is killed (SIGKILL) whenever it has committed
+something since it came back, workers in between; others take their places. Then the run is stopped by SIGTERM and
+replayed from its first step in this process: every push, and the hash of the parameters that each new server has found,
+must be equal to the last bit. No worker may have seen a version that a server did not find again, and every batch of
+the epochs that are over must have been committed exactly once. The exit code is 1 if one of it is not so, or the target
+accuracy is missed.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--server-kills", type=int, default=50)
     parser.add_argument("--worker-kills", type=int, default=100)
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--policy", default="k-async(k=2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a run of seconds, to see that it works; measures nothing")
@@ -68,7 +71,8 @@ def disturbed_run(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     command = [
         *[sys.executable, "-m", "paceline", "train", "digits", "--json", "--run", str(run), "--epochs", "1000000"],
         *["--workers", str(arguments.workers), "--policy", arguments.policy, "--respawn", "--save-every", "200"],
-        *["--seed", str(arguments.seed), "--delay", "exp(1)", "--delay-unit", "5ms"],
+        *["--servers", str(arguments.servers), "--seed", str(arguments.seed)],
+        *["--delay", "exp(1)", "--delay-unit", "5ms"],
     ]
     said = run.with_name("stderr")
     with said.open("w") as errors:
@@ -88,6 +92,7 @@ def disturbed_run(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     if code != 130:  # as after Ctrl-C
         sys.exit(f"the run ended with code {code}:\n{said.read_text()[-3000:]}")
     return {
+        "servers": arguments.servers,
         "server_kills": arguments.server_kills,
         "worker_kills": arguments.worker_kills,
         "seconds": round(time.monotonic() - began, 1),
@@ -104,9 +109,9 @@ def disturb(process: subprocess.Popen[bytes], run: Path, mark: str, arguments: a
         await_commits(process, run, dice.randint(1, 40))
         time.sleep(dice.uniform(0, 0.05))
         if target == "server":
-            victims = [int((run / "run.lock").read_text().split()[1])]
+            victims = [dice.choice(processes_of(mark, "PACELINE_ROLE=server"))]
         else:
-            victims = processes_of(mark, dice.randrange(arguments.workers))
+            victims = processes_of(mark, f"RANK={dice.randrange(arguments.workers)}")
         for victim in victims:
             os.kill(victim, signal.SIGKILL)
     await_commits(process, run, 300)

@@ -104,7 +104,9 @@ class HostingSession(Session):
         listener = Listener(bytes.fromhex(place.token), trusted=place.trusted)
         with _caught_signals(caught), self:
             try:
-                self._shards = open_shards(self._trainee, place, workers=self.world_size, version=self.steps)
+                self._shards = open_shards(
+                    self._trainee, place, workers=self.world_size, version=self.steps, found=self._found is not None
+                )
                 self._trace = self._open_trace()
                 server = LiveServer(
                     self._trainee,
@@ -157,8 +159,8 @@ class HostingSession(Session):
 
     def _end_trace(self, whole: bool) -> None:
         if self._trace is not None:
-            self._collect()
-            self._note_hash()
+            with self._whole_state():
+                self._note_hash()
             self._trace.append(Ended(whole))
             self._trace.close()
             self._trace = None
@@ -170,14 +172,21 @@ class HostingSession(Session):
             self._hosting.traced = self._trace.sync()
 
     def save(self, path: str | Path | None = None) -> Path | None:
-        self._collect()
-        self._note_hash()
-        return super().save(path)
+        with self._whole_state():
+            self._note_hash()
+            return super().save(path)
 
-    def _collect(self) -> None:
-        """Have here what the other servers have of the state."""
-        if self._shards is not None:
-            self._shards.collect()
+    @contextlib.contextmanager
+    def _whole_state(self) -> Iterator[None]:
+        """Have here what the other servers have of the state, inside the block."""
+        if self._shards is None:
+            yield
+            return
+        self._shards.collect()
+        try:
+            yield
+        finally:
+            self._shards.drop_collected()
 
     def close(self) -> None:
         super().close()

@@ -13,8 +13,8 @@ from paceline.server.shards import Shards
 from paceline.trainee import Trainee
 
 
-def open_shards(trainee: Trainee, place: ServerPlace, *, workers: int, version: int) -> Shards | None:
-    """Bring up the other servers of the run, if it has any."""
+def open_shards(trainee: Trainee, place: ServerPlace, *, workers: int, version: int, found: bool) -> Shards | None:
+    """Bring up the other servers of the run, if it has any; ``found``: with what the ones before have left behind."""
     if not place.shard_fds:
         return None
     return Shards(
@@ -24,6 +24,7 @@ def open_shards(trainee: Trainee, place: ServerPlace, *, workers: int, version: 
         token=bytes.fromhex(place.token),
         workers=workers,
         version=version,
+        found=found,
     )
 
 

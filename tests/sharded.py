@@ -92,6 +92,17 @@ class ShardedCluster(Cluster):
             )
         return super().make_server(**options, shards=self.shards)
 
+    def until_quiet(self) -> None:
+        """Wait until the first server gives no more orders by itself."""
+        shards = self.shards
+        self.until(lambda: shards is None or not shards._undecided)
+
+    def collect(self) -> None:
+        """Have the whole state in our trainee."""
+        self.until_quiet()
+        if self.shards is not None:
+            self.shards.collect()
+
     def __exit__(self, *exception: Any) -> None:
         try:
             super().__exit__(*exception)

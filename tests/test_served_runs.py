@@ -6,6 +6,7 @@ import re
 import signal
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,47 @@ def test_servers_that_never_serve_are_given_up(
     assert re.fullmatch(
         rf"the server was killed by {name} \(.*\); (before it joined, and so|as) were the 2 before it", fault
     )
+
+
+def test_of_several_servers_all_begin_anew_when_one_is_killed(bench: Bench) -> None:
+    """When the last of them has begun, no one of those before is left."""
+    serve = """
+if place.role == "server":
+    report("joined")
+    os.symlink(str(os.getpid()), f"pid-{place.shard}-{place.incarnation}")
+    for shard in range(3):
+        while not os.path.islink(f"pid-{shard}-{place.incarnation}"):
+            time.sleep(0.005)
+        if place.incarnation:
+            before = os.readlink(f"pid-{shard}-{place.incarnation - 1}")
+            assert not Path("/proc", before).exists()
+    if (place.incarnation, place.shard) in [(0, 1), (1, 0), (2, 2)]:
+        kill()
+    wait_for("done")
+    print(place.incarnation)
+    sys.exit()
+"""
+    ended = run(bench, "wait_for('told-3')\nPath('done').touch()", 1, replace(NEEDED, servers=3), serve=serve)
+    assert ended.code == 0
+    assert ended.err == "".join(
+        f"paceline: {name} was killed by SIGKILL; all servers start anew\n"
+        for name in ("server 1", "the server", "server 2")
+    )
+    assert sorted(ended.out.splitlines()) == ["[server 1] 3", "[server 2] 3", "[server] 3"]
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_several_servers_that_never_serve_are_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, shard: int
+) -> None:
+    monkeypatch.setattr(service, "_MOST_FRUITLESS", 3)
+    serve = f"if place.role == 'server': kill() if place.shard == {shard} else sleep()\n"
+    ended = run(bench, "sleep()", 1, replace(NEEDED, servers=2), serve=serve)
+    assert ended.code == 137
+    *told, fault = ended.err.splitlines()
+    name = "server 1" if shard else "the server"
+    assert told == 2 * [f"paceline: {name} was killed by SIGKILL; all servers start anew"]
+    assert re.fullmatch(rf"{name} was killed by SIGKILL \(.*\); before it joined, and so were the 2 before it", fault)
 
 
 def test_a_server_killed_when_a_worker_has_left_is_told_so(bench: Bench) -> None:

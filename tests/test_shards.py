@@ -29,7 +29,7 @@ from paceline.server import messages as wire
 from paceline.server.calling import call
 from paceline.server.dealing import deal, layouts_of
 from paceline.server.wire import decode, encode
-from paceline.trainee import Trainee
+from paceline.trainee import Trainee, parameters_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -80,8 +80,7 @@ def outcome(policy: str, make: Callable[[], Trainee], servers: int, workers: int
     cluster = ShardedCluster(policy, make, servers=servers, workers=workers)
     with pushers(cluster, [Model() for _ in range(workers)]) as made:
         lead(made, range(TURNS))
-        if cluster.shards is not None:
-            cluster.shards.collect()
+        cluster.collect()
         commits = [(commit.version, commit.workers, commit.staleness) for commit in cluster.host.commits]
         pulled = [(worker.client.version, worker.model.state_dict()) for worker in made]
         figures = [(told["pushes"], told["dropped"]) for told in cluster.server.figures().values()]
@@ -243,13 +242,14 @@ def test_an_order_that_comes_again_is_answered_and_not_carried_out() -> None:
         client.next_step(-1)
         assert cluster.shards is not None
         (other,) = cluster.shards._others
+        cluster.until_quiet()
         cluster.shards.settle()
-        update = wire.Update(cluster.shards._orders - 1, 1, math.nan)
+        update = wire.Update(cluster.shards._orders - 2, 1, math.nan)
         other.send(update)
         other.wait()
         assert other.answer.number == update.number and held(cluster.trainee.model) == [1.0]
         other.send(update._replace(number=update.number + 5))
-        with pytest.raises(CommError, match=f"refused an order: wanted order {update.number + 2}"):
+        with pytest.raises(CommError, match=f"refused an order: wanted order {update.number + 3}"):
             other.wait()
         other.awaited = 0
         client.close()
@@ -277,8 +277,7 @@ def test_parameters_and_gradients_that_are_sealed_on_their_way() -> None:
     cluster = ShardedCluster("sync", adam, servers=3, sealing="all", workers=2)
     with pushers(cluster, [Model(), Model()], address=cluster.tcp_address) as made:
         lead(made, range(TURNS))
-        assert cluster.shards is not None
-        cluster.shards.collect()
+        cluster.collect()
         assert_same(in_order(cluster.trainee.state_dict()), outcome("sync", adam, servers=1, workers=2)[1])
 
 
@@ -329,6 +328,24 @@ def test_a_run_of_two_servers_goes_on_with_another_number(tmp_path: Path, server
     rest = saved_after(tmp_path / "rest", range(8, 16), servers, resume=half)
     assert_same(parts_of(half)["session"]["steps"], 8)
     assert_same(parts_of(rest), parts_of(undisturbed))
+
+
+def test_the_first_server_keeps_its_own_part_alone(tmp_path: Path) -> None:
+    """Though it has read the whole of a checkpoint, and collects the whole for every one that it writes."""
+    with Watched(tmp_path / "run", adam(), "async") as host:
+        host._load(read_checkpoint(saved_after(tmp_path / "before", range(4), 1)))
+        cluster = ShardedCluster(
+            "async", adam, trainee=host._trainee, servers=2, workers=1, host=host, version=host.steps
+        )
+        host._shards = cluster.shards
+        with pushers(cluster, [Model()]) as (worker,):
+            worker.saves_to = str(tmp_path / "last")
+            lead([worker], range(4, 8))
+        host._shards = None
+    parameters = parameters_of(cluster.trainee.optimizers[0])
+    kept = {id(parameters[number]) for _, number, _ in cluster.server._vault._placed}
+    own = layouts_of(cluster.trainee.model, 2)[0]
+    assert kept == {id(parameter) for parameter in own.trained}
 
 
 def parts_of(file: Path) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Replaces(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         with torch.no_grad():
             for place, parameter in enumerate(self.param_groups[0]["params"]):
+                if parameter.grad is None:
+                    continue
                 state = self.state[parameter]
                 state["count"] = state.get("count", 0) + 1
                 if state["count"] > 3 * place:

@@ -154,11 +154,12 @@ class Crew:
         for member in self.running:
             member.process.send_signal(number)
 
-    def kill(self) -> None:
-        """End the running processes at once."""
-        self.signal(signal.SIGKILL)
-        while self.running:
-            self.wait()
+    def kill(self, which: Callable[[Life], bool] = lambda _: True) -> None:
+        """End the running processes, or some of them, at once."""
+        while chosen := [member for member in self.running if which(member.life)]:
+            for member in chosen:
+                member.process.kill()
+            self.wait(until=lambda: not any(which(member.life) for member in self.running))
 
     def _hear(self, seconds: float) -> None:
         """Wait for a report, and take in all that have come."""

@@ -8,7 +8,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.launch.crew import Crew
@@ -109,7 +109,7 @@ class Service:
     def start(self) -> None:
         """Start the server, if it is known to be needed, and the workers."""
         if self._options.needed or self._options.alone:
-            self._start_server()
+            self._start_servers()
         if not self._options.alone:
             for rank in range(self._outfit.workers):
                 self._start_worker(Life(rank=rank))
@@ -118,11 +118,11 @@ class Service:
         """Start the server when a worker has asked for it; tell of workers that were killed, and replace them."""
         lives = self._crew.lives
         if not self.served and any(life.needs_server for life in lives):
-            self._start_server()
+            self._start_servers()
         # The server first: whether it comes back counts for the workers.
         for life in sorted(lives, key=lambda life: life.rank):
-            if life.code == 0 and self._server_incarnation:  # the server before may have heard that it left
-                self._tell_server(life.rank)
+            if life.rank >= 0 and life.code == 0 and self._server_incarnation:
+                self._tell_server(life.rank)  # the server before may have heard that it left
             known = (life.rank, life.incarnation) in self._seen_to
             if not known and self._may_be_killed(life) and find_kill(life) is not None:
                 self._seen_to.add((life.rank, life.incarnation))
@@ -130,35 +130,39 @@ class Service:
 
     def fault(self) -> Fault | None:
         """What has gone wrong, if anything has."""
-        fault = find_fault(self._crew.lives, served=self.served) or self._overdue()
-        if fault is not None and fault.rank < 0 and fault.code > 128 and self._options.servers > 1:
-            advice = "of several servers none is replaced: resume the run from its last checkpoint"
-            return replace(fault, advice=f"{fault.advice} {advice}".strip())
-        return fault
+        return find_fault(self._crew.lives, served=self.served) or self._overdue()
 
     def _may_be_killed(self, life: Life) -> bool:
         if life.failure is not None:
             return False
-        if life.rank == SERVER:
-            return life.exiting is None and bool(self._memory) and self._options.servers == 1
-        if life.rank < SERVER:
-            return False
+        if life.rank <= SERVER:
+            ends = any(server.exiting is not None or server.failure is not None for server in self._servers())
+            return bool(self._memory) and not ends
         # A script may name its policy late; until a worker joins, nobody depends on it under any policy.
         return self.served or (self._options.respawn and life.sessions == 0)
 
-    def _start_server(self, life: Life | None = None) -> None:
+    def _servers(self) -> list[Life]:
+        return [life for life in self._crew.lives if life.rank <= SERVER]
+
+    def _start_servers(self, *, incarnation: int = 0, fruitless: int = 0) -> None:
         if not self._memory and not (self._options.alone and self._options.servers == 1):
             raise UsageError("a parameter server needs Linux here, for memory that processes share without a name")
         self._has_server = True
-        life = life or Life(rank=SERVER)
-        environment = self._outfit.server(bind=self._bind, incarnation=life.incarnation)
-        prefix = "" if self._options.alone else "[server] "
-        shell = () if self._options.replay is None else self._options.replay.shell or ()
-        self._crew.start(life, self._command, environment, descriptors=(*self._descriptors, *shell), prefix=prefix)
-        for shard in range(1, self._options.servers):
-            environment = self._outfit.server(bind=self._bind, shard=shard)
-            beside, prefix = Life(rank=SERVER - shard), f"[server {shard}] "
-            self._crew.start(beside, self._command, environment, descriptors=self._descriptors, prefix=prefix)
+        for shard in range(self._options.servers):
+            life = Life(rank=SERVER - shard, incarnation=incarnation, fruitless=fruitless)
+            bind = self._options.bind if shard else self._bind  # workers learn the others' ports from the first
+            environment = self._outfit.server(bind=bind, incarnation=incarnation, shard=shard)
+            self._crew.start(
+                life,
+                self._command,
+                environment,
+                descriptors=self._descriptors if shard else (*self._descriptors, *self._shell()),
+                prefix=f"[server {shard}] " if shard else "" if self._options.alone else "[server] ",
+            )
+
+    def _shell(self) -> tuple[int, ...]:
+        """The descriptors of a shell in a replay, if there is one."""
+        return () if self._options.replay is None else tuple(self._options.replay.shell or ())
 
     def _start_worker(self, life: Life) -> None:
         environment = self._outfit.worker(life.rank, incarnation=life.incarnation)
@@ -172,8 +176,8 @@ class Service:
 
     def _see_to(self, killed: Life) -> None:
         """Start another process in the place of a killed one, or tell that the run goes on without it."""
-        if killed.rank == SERVER:
-            self._replace_server(killed)
+        if killed.rank <= SERVER:
+            self._replace_servers(killed)
             return
         if self._comes_again(killed) and killed.exiting is None and not self._server_has_ended():
             fruitless = killed.fruitless + 1 if killed.sessions == 0 else 0
@@ -195,20 +199,26 @@ class Service:
             return killed.incarnation + 1 < self._options.replay.lives[killed.rank]
         return self._options.respawn
 
-    def _replace_server(self, killed: Life) -> None:
-        """Start a server in the place of a killed one; it finds all in the memory that we hold."""
+    def _replace_servers(self, killed: Life) -> None:
+        """Start a server in the place of a killed one; it finds all in the memory that we hold.
+
+        Of several all begin anew, together: what each has is in its memory, and lines between them are new.
+        """
         fruitless = killed.fruitless + 1 if killed.sessions == 0 or -(killed.code or 0) in _ITS_OWN_FAULT else 0
         if fruitless == _MOST_FRUITLESS:
             killed.given_up = True
             return
-        self._tell_of(killed, "another takes its place")
-        if killed.address is not None:
-            self._bind = killed.address.removeprefix("tcp://")  # with the port that workers know
+        self._tell_of(killed, "another takes its place" if self._options.servers == 1 else "all servers start anew")
+        self._crew.kill(lambda life: life.rank <= SERVER)
+        for server in self._servers():
+            self._seen_to.add((server.rank, server.incarnation))
+            if server.rank == SERVER and server.address is not None:
+                self._bind = server.address.removeprefix("tcp://")  # with the port that workers know
         for life in self._crew.lives:
             if life.rank >= 0 and life.code is not None:
                 self._tell_server(life.rank)
         self._server_incarnation = killed.incarnation + 1
-        self._start_server(Life(rank=SERVER, incarnation=self._server_incarnation, fruitless=fruitless))
+        self._start_servers(incarnation=self._server_incarnation, fruitless=fruitless)
 
     def _tell_of(self, killed: Life, what_now: str) -> None:
         kill = find_kill(killed)

@@ -227,7 +227,7 @@ class Client:
     def _read(self, version: int) -> bool:
         """Take the parameters: as they are now where they are shared, else as they came.
 
-        False if another server's have been overtaken by later ones, or are lost: then another step comes.
+        False if another server's have been overtaken by later ones, or they are lost: then another step comes.
         """
         if self._memory_file is None:
             if self._others is not None and not self._read_others(version):
@@ -236,7 +236,9 @@ class Client:
             self._parameters.take(self._came)
             self.version = version
             return True
-        with self._memory.reading():
+        with self._memory.reading() as whole:
+            if not whole:
+                return False
             read_parameters(self._layouts, self._parameter_views)
             self.version = self._memory.version
             return self._others is None or self._others.read(self.version)

@@ -35,7 +35,7 @@ from paceline.server.members import Figures, Member
 from paceline.server.memory import HEAD, SharedMemory
 from paceline.server.pieces import Pieces
 from paceline.server.shard_state import clip
-from paceline.server.shards import NoVault, Shards
+from paceline.server.shards import Shards
 from paceline.server.vault import Vault
 from paceline.server.work_queue import WorkQueue
 from paceline.trainee import Trainee
@@ -118,13 +118,12 @@ class LiveServer:
         self._began = time.monotonic()
         self._averages = Averages()
         self._lives: dict[int, int] = {}  # the last incarnation of each rank
-        self._vault: Vault | NoVault = NoVault()
-        if shards is None:
-            self._vault = Vault(memory, self._trainee, self._memory.down, HEAD)
+        self._vault = Vault(memory, self._trainee, self._memory.down, HEAD)
         if found is not None:
             self._take_over(found)
         adopt(self._layouts, self._memory.down, found=found is not None)
         self._memory.version = version
+        self._memory.wrote()  # though one who was killed may not have got so far
         self._gathered = MeanOfPushes(self._layouts)
         self._only: tuple[Laid, bytes] | None = None  # the push that the next commit consists of
         self._members: dict[int, Member] = {}
@@ -144,6 +143,8 @@ class LiveServer:
         while not asked_to_stop():
             for peer, heard in self._listener.hear(_TICK):
                 self._take_in(peer, heard)
+            if self._shards is not None:
+                self._shards.decided()
             self._vault.catch_up()  # while the workers compute
             if not self._members and self._left_at is not None and not self._awaits_more(self._left_at):
                 return True

@@ -2,7 +2,7 @@
 
 It is a file without a name, which their supervisor opens and hands down to them. Whoever reads the parameters holds a
 lock on it that others may hold too, the server while it changes them one for itself alone; the kernel takes a lock
-from a process that dies.
+from a process that dies. A mark that stays behind then says that the parameters are torn.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.errors import CommError
 
 _OVER = 56  # where in the head a byte says that the server has ended
+_CHANGING = 57  # ... and one that it is changing the parameters
 HEAD = 1 << 16  # the version, that, and from byte 64 on what the supervisor notes; the parameters come behind it
 _VERSION = struct.Struct("@Q")  # native: written by one instruction
 _PATIENCE = 0.00005  # seconds between two looks at a lock
@@ -68,11 +69,11 @@ class SharedMemory:
         _VERSION.pack_into(self._mapped, 0, version)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """The parameters stay as they are inside the block."""
+    def reading(self) -> Iterator[bool]:
+        """The parameters stay as they are inside the block; False if they are torn, since their server was killed."""
         fcntl.lockf(self._file, fcntl.LOCK_SH)
         try:
-            yield
+            yield not self._mapped[_CHANGING]
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
@@ -82,12 +83,15 @@ class SharedMemory:
         while True:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
             except OSError:
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(_PATIENCE)
+                continue
+            self._mapped[_CHANGING] = 1
+            return True
 
     def wrote(self) -> None:
-        """Let others read again."""
+        """The parameters are whole: let others read again."""
+        self._mapped[_CHANGING] = 0
         fcntl.lockf(self._file, fcntl.LOCK_UN)

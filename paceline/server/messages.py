@@ -211,12 +211,12 @@ class Parameters(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """Take the parameters and the state that lie in the memory, and serve."""
+    """Take the parameters and the state that lie in the memory, as of a version, and serve."""
 
     number: Count
     version: Count
     workers: Count
-    state: Count  # bytes of it
+    state: Count  # bytes of it; 0: what a server that was killed has kept
 
 
 class Examine(NamedTuple):
@@ -256,6 +256,12 @@ class Update(NamedTuple):
     norm: float  # of all gradients; NaN: they are not clipped
 
 
+class Decided(NamedTuple):
+    """The last commit stays, whoever is killed: prepare for the next."""
+
+    number: Count
+
+
 class Give(NamedTuple):
     """Send a worker the parameters, as they are now."""
 
@@ -291,7 +297,7 @@ Message: TypeAlias = (
     Hello | Data | Ask | Push | Skip | More | Mean | Save | Record | Alive | Leave
     | Welcome | Go | Batch | Finished | Averaged | Saved | Warned | Unknown | Refused | Over
     | Attach | Part | Took | Parameters
-    | Begin | Examine | Take | Ready | Update | Give | Tell | End | Done
+    | Begin | Examine | Take | Ready | Update | Decided | Give | Tell | End | Done
 )  # fmt: skip
 
 KINDS: dict[int, type[Message]] = {
@@ -329,4 +335,5 @@ KINDS: dict[int, type[Message]] = {
     86: Tell,
     87: End,
     88: Done,
+    89: Decided,
 }

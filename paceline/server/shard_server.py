@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,12 +15,14 @@ from paceline.server.dealing import layouts_of
 from paceline.server.gathering import MeanOfPushes, adopt, examine, publish
 from paceline.server.layout import Laid, memory_of
 from paceline.server.listening import Ended, Heard, Listener, Peer
-from paceline.server.memory import SharedMemory
+from paceline.server.memory import HEAD, SharedMemory
 from paceline.server.pieces import Pieces
 from paceline.server.shard_state import clip, load_state, norms_of, write_state
+from paceline.server.vault import Vault
 from paceline.trainee import Trainee
 
 _TICK = 0.2  # seconds between two looks at whether we are asked to stop
+_TIME_TO_BE_ENDED = 5.0  # seconds: if the first server was killed, the supervisor ends us too, and starts all anew
 _REMEMBERED = 8  # answers: more orders are never under way
 
 
@@ -48,17 +51,25 @@ class ShardServer:
         self._gathered = MeanOfPushes(self._layouts)
         self._file, self._listener, self._address = file, listener, address
         self._memory: SharedMemory | None = None
+        self._vault: Vault | None = None
         self._first: Peer | None = None  # the server that orders
         self._orders = 0  # carried out
         self._answers: dict[int, wire.Done] = {}  # to the last few of them
         self._parts: dict[int, _Part] = {}  # by rank; kept when a worker is gone, since its push may still be taken
         self._ended = False
+        self._alone_since: float | None = None  # when the first server was gone
 
     def serve(self, asked_to_stop: Callable[[], bool]) -> None:
         """Serve until the first server ends the run; if that is not there, until we are asked to stop."""
-        while not self._ended and not (self._first is None and asked_to_stop()):
+        while not self._ended and not (self._is_alone() and asked_to_stop()):
             for peer, heard in self._listener.hear(_TICK):
                 self._take_in(peer, heard)
+
+    def _is_alone(self) -> bool:
+        """Whether the first server is not there: it has not come yet, or was killed a moment ago."""
+        if self._alone_since is not None and time.monotonic() > self._alone_since + _TIME_TO_BE_ENDED:
+            raise CommError("the first server is gone, which decides; look at its own output for the reason")
+        return self._first is None or self._alone_since is not None
 
     def _take_in(self, peer: Peer, heard: Heard) -> None:
         try:
@@ -67,10 +78,8 @@ class ShardServer:
                     raise heard
                 case Ended():
                     self._listener.forget(peer)
-                    if peer is self._first and not self._ended:
-                        raise CommError(
-                            "the first server is gone, which decides; look at its own output for the reason"
-                        )
+                    if peer is self._first:
+                        self._alone_since = time.monotonic()
                 case wire.Begin() if self._first is None and not peer.remote:
                     self._first = peer
                     self._obey(heard)
@@ -134,6 +143,9 @@ class ShardServer:
                 return done._replace(result=self._make_ready(order))
             case wire.Update():
                 self._update(order)
+            case wire.Decided():
+                assert self._vault is not None
+                self._vault.catch_up()
             case wire.Give():
                 self._give(order)
             case wire.Tell():
@@ -147,8 +159,15 @@ class ShardServer:
     def _begin(self, order: wire.Begin) -> None:
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._file, down=down, up=up, slots=order.workers)
-        adopt(self._layouts, self._memory.down, found=True)
-        load_state(self._file, order.state, self._trainee)
+        self._memory.version = order.version
+        self._vault = Vault(self._file, self._trainee, self._memory.down, HEAD)
+        if order.state == 0:
+            self._vault.recover(self._vault.note_of(order.version))
+            adopt(self._layouts, self._memory.down, found=True)
+        else:
+            adopt(self._layouts, self._memory.down, found=True)
+            load_state(self._file, order.state, self._trainee)
+            self._vault.begin(order.version, {})
 
     def _examine(self, order: wire.Examine) -> wire.Done:
         if not order.shared and (order.rank not in self._parts or self._parts[order.rank].step != order.step):
@@ -165,14 +184,16 @@ class ShardServer:
 
     def _update(self, order: wire.Update) -> None:
         """Make the commit; the first server keeps workers of this host from reading meanwhile."""
-        assert self._memory is not None
+        assert self._memory is not None and self._vault is not None
         self._check_version(order.version - 1)
         self._listener.keep_what_waits()
+        self._vault.before_update()  # the last commit was decided, or there would be no other
         if self._clip_norm is not None and not math.isnan(order.norm):
             clip(self._layouts, self._clip_norm, order.norm)
         self._trainee.update()
         publish(self._layouts, self._memory.down)
         self._memory.version = order.version
+        self._vault.after_update(order.version, {})
         self._trainee.clear_gradients()
 
     def _give(self, order: wire.Give) -> None:

@@ -18,7 +18,7 @@ from paceline.record.state_tree import pack, unpack
 from paceline.server.layout import ModelLayouts
 from paceline.trainee import Trainee, parameters_of
 
-_PLACE = 1 << 40  # in the memory that servers share: the file is sparse, and the tensors come long before it
+_PLACE = 1 << 42  # in the memory that servers share: the file is sparse, and all that lasts comes long before it
 _NO_GRADIENT = -1.0
 
 
@@ -76,6 +76,15 @@ def collect_state(file: int, length: int, trainee: Trainee) -> None:
         ordered = {each: optimizer.state[each] for each in parameters if each in optimizer.state}
         optimizer.state.clear()
         optimizer.state.update(ordered)
+
+
+def drop_state(trainee: Trainee, layouts: ModelLayouts) -> None:
+    """Let a server's optimizers remember nothing of the parameters that are not in its part."""
+    ours = {id(parameter) for parameter in layouts.parameters}
+    for optimizer in trainee.optimizers:
+        for parameter in parameters_of(optimizer):
+            if id(parameter) not in ours:
+                optimizer.state.pop(parameter, None)
 
 
 def _numbered(optimizer: Optimizer, layouts: ModelLayouts) -> Iterator[tuple[int, Tensor]]:

@@ -7,6 +7,7 @@ getting the parameters, come at the same point of every server's order. A worker
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,13 @@ from paceline.server.gathering import adopt
 from paceline.server.layout import ModelLayouts
 from paceline.server.lines import Line
 from paceline.server.memory import SharedMemory
-from paceline.server.shard_state import collect_state, norms_of, total_norm, write_state
+from paceline.server.shard_state import collect_state, drop_state, norms_of, total_norm, write_state
 from paceline.server.wire import decode, encode
 from paceline.trainee import Trainee
 
 _TIME_TO_COME = 60.0  # seconds for a server to run the script up to join()
 _TIME_TO_END = 1.0
+_TIME_TO_BE_ENDED = 5.0  # if another server was killed, the supervisor ends all of them
 _TICK = 0.5
 
 
@@ -47,7 +49,7 @@ class _Other:
             received = self._line.receive()
             if received is None:
                 if self._line.ended:
-                    raise CommError(f"server {self.number}, which holds a part of the parameters, is gone")
+                    raise _gone(f"server {self.number}, which holds a part of the parameters, is gone")
                 self._line.wait(_TICK)
                 continue
             message = decode(received.head)
@@ -64,7 +66,8 @@ class _Other:
 class Shards:
     """Bring up the servers at ``addresses``, each of which shares one of the ``memories`` with us and the workers.
 
-    The parameters of ``trainee`` then lie in those memories, so that its model is always whole.
+    The parameters of ``trainee`` then lie in those memories, so that its model is always whole; its optimizers remember
+    nothing of what others hold. ``found``: the servers before were killed, and what they had of ``version`` is there.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Shards:
         token: bytes,
         workers: int,
         version: int,
+        found: bool = False,
     ) -> None:
         self._trainee, self.addresses, self._clip_norm = trainee, tuple(addresses), trainee.clip_norm
         self._layouts = layouts_of(trainee.model, 1 + len(memories))
@@ -87,18 +91,30 @@ class Shards:
         )
         self._orders = 0
         self._only: tuple[int, bool, bytes] | None = None
+        self._undecided = False  # the others have made a commit, and not heard that it stays
         self._others: list[_Other] = []
         for number, (layouts, file, address) in enumerate(zip(self._layouts[1:], memories, addresses, strict=True), 1):
             memory = SharedMemory(file, down=layouts.down.nbytes, up=layouts.up.nbytes, slots=workers, create=True)
-            adopt(layouts, memory.down)
-            memory.version = version
-            line = call(address, token, "none", seconds=_TIME_TO_COME)
+            try:
+                line = call(address, token, "none", seconds=_TIME_TO_COME)
+            except CommError as error:
+                raise _gone(str(error)) from None
             self._others.append(_Other(number, line, file, memory))
-        lengths = [write_state(other.file, trainee, part) for other, part in self._parts()]
-        number = self._number()
+        self._begin(version, workers, found=found)
+        self.remote_addresses = tuple(other.answer.result.decode() for other in self._others)
+
+    def _begin(self, version: int, workers: int, *, found: bool) -> None:
+        number, lengths = self._number(), [0] * len(self._others)
+        if not found:
+            for other, part in self._parts():
+                adopt(part, other.memory.down)
+            lengths = [write_state(other.file, self._trainee, part) for other, part in self._parts()]
+            self.drop_collected()
         self._order([wire.Begin(number, version, workers, length) for length in lengths])
         self._wait()
-        self.remote_addresses = tuple(other.answer.result.decode() for other in self._others)
+        if found:
+            for other, part in self._parts():
+                adopt(part, other.memory.down, found=True)
 
     @property
     def layouts(self) -> ModelLayouts:
@@ -149,7 +165,14 @@ class Shards:
             self._wait()
             norm = total_norm([norms_of(self.layouts), *(each.answer.result for each in self._others)], self._layouts)
         self._order_all(wire.Update(self._number(), version, norm))
+        self._undecided = True
         return norm
+
+    def decided(self) -> None:
+        """Let the others know that the last commit stays: nothing has to be kept any more to go back to."""
+        if self._undecided:
+            self._order_all(wire.Decided(self._number()))
+            self._undecided = False
 
     def give(self, rank: int, version: int) -> None:
         """Have a worker of another host sent the parameters."""
@@ -158,7 +181,7 @@ class Shards:
     # Checkpoints, and the end ------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Have the whole state in our own model and optimizers."""
+        """Have the whole state in our own model and optimizers, until ``drop_collected``."""
         self._order_all(wire.Tell(self._number()))
         self._wait()
         for other, part in self._parts():
@@ -166,6 +189,10 @@ class Shards:
             for parameter, view in zip(part.parameters, part.down.views(other.memory.down), strict=True):
                 if parameter.device.type != "cpu":
                     parameter.data.copy_(view)
+
+    def drop_collected(self) -> None:
+        """Let our own optimizers remember their own part again, and nothing else."""
+        drop_state(self._trainee, self.layouts)
 
     def close(self) -> None:
         """Let the others end."""
@@ -196,13 +223,7 @@ class Shards:
             other.wait()
 
 
-class NoVault:
-    """In place of a ``Vault`` where there are several servers: none of them is replaced."""
-
-    def begin(self, version: int, note: object) -> None: ...
-    def recover(self, found: object) -> None: ...
-    def catch_up(self) -> None: ...
-    def taken(self, pushes: int) -> None: ...
-    def before_update(self) -> None: ...
-    def after_update(self, version: int, note: object) -> None: ...
-    def note_again(self, version: int, note: object) -> None: ...
+def _gone(reason: str) -> CommError:
+    """Make the error of a server that is gone; one that was killed is no error, but then we are ended meanwhile."""
+    time.sleep(_TIME_TO_BE_ENDED)
+    return CommError(reason)

@@ -6,6 +6,9 @@ step them in place: that is the work. The spare is a second copy of it. While an
 the spare has the version before; when it is done, everything else that has changed (rates, counts, which batches are
 used) is noted, the word says so, and only then are workers told. The spare is brought up to the work before the next
 update, at best while nobody waits. So at any instant one of the two is whole, and the word says which.
+
+Where several servers hold the parameters, each has a vault for its part. An update counts once the first server has it
+whole, which it has last; until another one hears of that, its spare has to have the version before, to go back to.
 """
 
 from __future__ import annotations
@@ -81,6 +84,21 @@ class Vault:
         self.after_update(version, note)
         if self._keeps:
             self._set(_MARK, _MAGIC)
+
+    def note_of(self, version: int) -> dict[str, Any]:
+        """The note of ``version``, to recover from; an update behind it, which nobody was told of, is undone.
+
+        ``CommError`` if that is not what was kept.
+        """
+        found = read_note(self._file)
+        stand = self._word(_STAND)
+        if found is not None and found["version"] == version + 1 and stand % 2 == 0:
+            self._set(_STAND, stand - 1)  # as if it were still under way: the spare has the version before
+            found = read_note(self._file)
+        if found is None or found["version"] != version:
+            kept = "nothing" if found is None else f"version {found['version']}"
+            raise CommError(f"the run goes on from version {version}, and of a part of it {kept} was kept")
+        return found
 
     def recover(self, found: Mapping[str, Any]) -> None:
         """Put everything back as of the last commit that was whole; ``found`` is what ``read_note`` gives."""
