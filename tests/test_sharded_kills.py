@@ -17,7 +17,7 @@ from paceline.replay.plan import read_plan
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
-# In every incarnation of the servers one kills itself: which, at a method of its vault, before, within or behind it,
+# In every incarnation of the servers one kills itself: which, at a method of its vault, before or behind it,
 # after how many commits.
 KILLS = """
 import os, signal
@@ -36,9 +36,6 @@ def kill_at(name, when, commits):
     method = getattr(Vault, name)
     def killed(vault, *arguments):
         due = made >= commits
-        if due and when == "within" and vault._behind:
-            vault._stretches[0].spare.fill_(77)
-            os.kill(os.getpid(), signal.SIGKILL)
         if due and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         method(vault, *arguments)
@@ -56,17 +53,15 @@ if place is not None and place.role == "server" and place.incarnation < len(PLAN
 Kill: TypeAlias = tuple[int, str, str, int]
 
 NOT_DECIDED = (0, "after_update", "before", 4)  # the others have made the commit
-NOT_TOLD = (0, "after_update", "behind", 3)
 NOT_ANSWERED = (1, "after_update", "behind", 3)
 GOING_BACK = (1, "recover", "before", 0)
-CATCHING_UP = (1, "catch_up", "within", 3)
 
 
 @pytest.mark.parametrize(
     ("policy", "plan"),
     [
-        ("k-async(k=2)", [NOT_DECIDED, GOING_BACK, CATCHING_UP]),
-        ("sync", [NOT_TOLD, NOT_ANSWERED]),
+        ("k-async(k=2)", [NOT_DECIDED, GOING_BACK]),
+        ("sync", [NOT_ANSWERED]),
     ],
 )
 def test_no_commit_is_lost_or_made_twice(tmp_path: Path, paceline: Any, policy: str, plan: list[Kill]) -> None:
