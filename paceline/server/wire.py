@@ -24,6 +24,7 @@ from paceline.server.messages import (
     Ask,
     Batch,
     Count,
+    Decided,
     Described,
     Done,
     Examine,
@@ -196,5 +197,5 @@ def _named(kind: Any) -> str:
 
 _DESCRIBED = list(get_type_hints(Described, include_extras=True).values())
 _PACKED: set[type[Message]] = {Ask, Push, Skip, More, Go, Batch}
-_PACKED |= {Part, Took, Parameters, Examine, Take, Ready, Update, Give, Done}
+_PACKED |= {Part, Took, Parameters, Examine, Take, Ready, Update, Decided, Give, Done}
 _FORMS = {kind: _Packed(kind) if kind in _PACKED else _Text(kind) for kind in KINDS.values()}
