@@ -26,10 +26,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.bench.measuring import print_table
 from paceline.launch.service import ServerOptions
 from paceline.launch.supervisor import supervise
 from paceline.pauses import parse_unit
+from paceline.report.table import print_table
 from paceline.virtual.formulas import mean_staleness
 from paceline.virtual.simulate import Scenario, simulate
 
@@ -51,10 +51,11 @@ def main() -> None:
         policy, commits, directory = arguments.worker
         be_worker(policy, int(commits), Path(directory))
         return
+    workers = WORKERS
     if arguments.quick:
-        arguments.k, arguments.policies, arguments.seconds = [2], ["k-sync"], 1.0
+        arguments.k, arguments.policies, arguments.seconds, workers = [2], ["k-sync"], 1.0, 3
     unit = parse_unit(arguments.unit)
-    rows = [measure(policy, k, arguments.seconds, unit) for k in arguments.k for policy in arguments.policies]
+    rows = [measure(policy, k, workers, arguments.seconds, unit) for k in arguments.k for policy in arguments.policies]
     within = all(row["off"] <= 10 and (row["stale_off"] or 0) <= 3 for row in rows)
     if arguments.json:
         print(json.dumps({"unit": unit, "within": within, "rows": rows}))
@@ -66,29 +67,29 @@ def main() -> None:
     sys.exit(0 if within or arguments.quick else 1)
 
 
-def measure(policy: str, k: int, seconds: float, unit: float) -> dict[str, Any]:
+def measure(policy: str, k: int, workers: int, seconds: float, unit: float) -> dict[str, Any]:
     """Run one case on real workers."""
-    expected, _ = expected_time(DELAY, policy, k)
+    expected, _ = expected_time(DELAY, policy, k, workers)
     commits = WARM_UP + max(5, round(seconds / (expected * unit)))
     with tempfile.TemporaryDirectory(prefix="paceline-benchmark-") as directory:
         code = supervise(
             [__file__, "--worker", f"{policy}(k={k})", str(commits), directory],
-            workers=WORKERS,
+            workers=workers,
             server=ServerOptions(needed=True, delay=(DELAY, unit)),
         )
         if code != 0:
             sys.exit(code)
-        return {"policy": policy, "k": k, **figures(Path(directory), policy, k, commits, unit)}
+        return {"policy": policy, "k": k, **figures(Path(directory), policy, k, workers, commits, unit)}
 
 
-def figures(directory: Path, policy: str, k: int, commits: int, unit: float) -> dict[str, Any]:
+def figures(directory: Path, policy: str, k: int, workers: int, commits: int, unit: float) -> dict[str, Any]:
     lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
     done = [line for line in lines if line["event"] == "commit"][WARM_UP:commits]
     interval = (done[-1]["time"] - done[0]["time"]) / (len(done) - 1) / unit
     staleness = statistics.mean(stale for line in done for stale in line["staleness"])
-    expected, _ = expected_time(DELAY, policy, k)
-    virtual = simulate(Scenario(policy=f"{policy}(k={k})", workers=WORKERS, delay=DELAY), commits=20_000)
-    stale = mean_staleness(policy, WORKERS, k)
+    expected, _ = expected_time(DELAY, policy, k, workers)
+    virtual = simulate(Scenario(policy=f"{policy}(k={k})", workers=workers, delay=DELAY), commits=20_000)
+    stale = mean_staleness(policy, workers, k)
     return {
         "commits": len(done),
         "expected": expected,
