@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -29,6 +30,12 @@ hypothesis.settings.register_profile("paceline", deadline=None)
 hypothesis.settings.load_profile("paceline")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is there to stay: garbage is then looked for among the few things that tests make."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
