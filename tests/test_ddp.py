@@ -264,7 +264,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]
 
 
 @pytest.mark.processes
-@pytest.mark.xdist_group("torchrun")
 @pytest.mark.parametrize("case", against_torch.CASES)
 def test_the_same_as_pytorch(results: list[dict[str, Tensor]], case: str) -> None:
     worker_0, worker_1 = results
@@ -279,7 +278,6 @@ def test_the_same_as_pytorch(results: list[dict[str, Tensor]], case: str) -> Non
 
 
 @pytest.mark.processes
-@pytest.mark.xdist_group("torchrun")
 def test_a_session_joins_what_torchrun_started(results: list[dict[str, Tensor]]) -> None:
     first, second = ({name: worker[name] for name in worker if name.startswith("session/")} for worker in results)
     assert_same(first, second)

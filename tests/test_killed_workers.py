@@ -19,7 +19,7 @@ from same_bits import assert_same, metrics_of
 
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(90), pytest.mark.xdist_group("killed workers")]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
 
 SAVE_EVERY = 3
 

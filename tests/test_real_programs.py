@@ -16,7 +16,6 @@ from paceline import native
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.xdist_group("real programs"),
     pytest.mark.timeout(300),  # the first test runs the programs of all, some of which compile
     pytest.mark.skipif(not native.available(), reason="without the compiled module the backend is Gloo itself"),
 ]
