@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from paceline.bench.measuring import print_table
 from paceline.problems import ProblemOptions, load_problem
+from paceline.report.table import print_table
 from paceline.virtual.learning import Course, learn
 from paceline.virtual.simulate import Scenario
 
@@ -45,7 +45,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.problem, arguments.model, arguments.rate = "logistic", "net1", 0.1
-        arguments.seconds, arguments.points, arguments.seeds = 60.0, 12, 2
+        arguments.seconds, arguments.points, arguments.seeds = 20.0, 12, 2
     torch.set_num_threads(1)
     curves = {policy: mean_curve(policy, arguments) for policy in (*FIXED, arguments.policy)}
     times = np.linspace(0, arguments.seconds, arguments.points + 1)

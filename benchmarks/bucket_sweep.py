@@ -33,12 +33,12 @@ from paceline.bench.measuring import (
     arguments_of,
     be_worker,
     median_ratio,
-    print_table,
     read_rows,
     result_file,
     run_workers,
 )
 from paceline.bench.workloads import WORKLOADS, Workload, optimizer_for
+from paceline.report.table import print_table
 
 CAPS = (0.0, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0)
 PARTS = ("forward", "backward", "communication", "waited", "optimizer")

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from paceline.bench.measuring import print_table
+from paceline.report.table import print_table
 from paceline.server.gathering import adopt
 from paceline.server.layout import ModelLayouts
 from paceline.server.memory import HEAD, SharedMemory

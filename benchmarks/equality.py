@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from paceline.bench.measuring import Row, arguments_of, be_worker, print_table, run_workers
+from paceline.bench.measuring import Row, arguments_of, be_worker, run_workers
 from paceline.bench.workloads import EXACT, INEXACT, WORKLOADS, Batch, Workload, optimizer_for
+from paceline.report.table import print_table
 from paceline.seeding import derive_seed, seed_streams
 
 SEED = 0

@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,24 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.bench.measuring import print_table
 from paceline.launch.service import ServerOptions
 from paceline.launch.supervisor import supervise
 from paceline.pauses import parse_unit
+from paceline.report.table import print_table
 from paceline.virtual.formulas import mean_staleness
 from paceline.virtual.simulate import Scenario, simulate
 
 DELAY = "1+exp(1)"
 WARM_UP = 10  # commits that are not counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is run of every case."""
+
+    workers: int = WORKERS
+    seconds: float
+    virtual_commits: int = 20_000
 
 
 def main() -> None:
@@ -51,10 +61,12 @@ def main() -> None:
         policy, commits, directory = arguments.worker
         be_worker(policy, int(commits), Path(directory))
         return
+    size = Size(seconds=arguments.seconds)
     if arguments.quick:
-        arguments.k, arguments.policies, arguments.seconds = [2], ["k-sync"], 1.0
+        arguments.k, arguments.policies = [2], ["k-sync"]
+        size = Size(workers=3, seconds=1.0, virtual_commits=500)
     unit = parse_unit(arguments.unit)
-    rows = [measure(policy, k, arguments.seconds, unit) for k in arguments.k for policy in arguments.policies]
+    rows = [measure(policy, k, size, unit) for k in arguments.k for policy in arguments.policies]
     within = all(row["off"] <= 10 and (row["stale_off"] or 0) <= 3 for row in rows)
     if arguments.json:
         print(json.dumps({"unit": unit, "within": within, "rows": rows}))
@@ -66,29 +78,30 @@ def main() -> None:
     sys.exit(0 if within or arguments.quick else 1)
 
 
-def measure(policy: str, k: int, seconds: float, unit: float) -> dict[str, Any]:
+def measure(policy: str, k: int, size: Size, unit: float) -> dict[str, Any]:
     """Run one case on real workers."""
-    expected, _ = expected_time(DELAY, policy, k)
-    commits = WARM_UP + max(5, round(seconds / (expected * unit)))
+    expected, _ = expected_time(DELAY, policy, k, size.workers)
+    commits = WARM_UP + max(5, round(size.seconds / (expected * unit)))
     with tempfile.TemporaryDirectory(prefix="paceline-benchmark-") as directory:
         code = supervise(
             [__file__, "--worker", f"{policy}(k={k})", str(commits), directory],
-            workers=WORKERS,
+            workers=size.workers,
             server=ServerOptions(needed=True, delay=(DELAY, unit)),
         )
         if code != 0:
             sys.exit(code)
-        return {"policy": policy, "k": k, **figures(Path(directory), policy, k, commits, unit)}
+        return {"policy": policy, "k": k, **figures(Path(directory), policy, k, size, commits, unit)}
 
 
-def figures(directory: Path, policy: str, k: int, commits: int, unit: float) -> dict[str, Any]:
+def figures(directory: Path, policy: str, k: int, size: Size, commits: int, unit: float) -> dict[str, Any]:
     lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
     done = [line for line in lines if line["event"] == "commit"][WARM_UP:commits]
     interval = (done[-1]["time"] - done[0]["time"]) / (len(done) - 1) / unit
     staleness = statistics.mean(stale for line in done for stale in line["staleness"])
-    expected, _ = expected_time(DELAY, policy, k)
-    virtual = simulate(Scenario(policy=f"{policy}(k={k})", workers=WORKERS, delay=DELAY), commits=20_000)
-    stale = mean_staleness(policy, WORKERS, k)
+    expected, _ = expected_time(DELAY, policy, k, size.workers)
+    scenario = Scenario(policy=f"{policy}(k={k})", workers=size.workers, delay=DELAY)
+    virtual = simulate(scenario, commits=size.virtual_commits)
+    stale = mean_staleness(policy, size.workers, k)
     return {
         "commits": len(done),
         "expected": expected,

@@ -22,12 +22,12 @@ from matplotlib.figure import Figure
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.bench.measuring import print_table
 from paceline.launch.service import ServerOptions
 from paceline.launch.supervisor import supervise
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.record.checkpoint import read_checkpoint
 from paceline.report.plots import COLOURS
+from paceline.report.table import print_table
 
 DELAY, UNIT = "1+exp(0.5)", 0.08
 POLICIES = ["sync", "k-sync(k=4)", "k-sync(k=2)", "k-async(k=4)", "k-async(k=2)", "async"]

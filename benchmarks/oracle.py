@@ -14,7 +14,7 @@ import json
 import sys
 from typing import Any
 
-from paceline.bench.measuring import print_table
+from paceline.report.table import print_table
 from paceline.virtual.delays import parse_delay
 from paceline.virtual.formulas import NoFormulaError, iteration_time, mean_staleness
 from paceline.virtual.simulate import Scenario, simulate
@@ -66,9 +66,9 @@ def measure(delay: str, k: int, iterations: int) -> list[dict[str, Any]]:
     return rows
 
 
-def expected_time(delay: str, policy: str, k: int) -> tuple[float, str]:
+def expected_time(delay: str, policy: str, k: int, workers: int = WORKERS) -> tuple[float, str]:
     try:
-        return iteration_time(policy, parse_delay(delay), WORKERS, k), "formula"
+        return iteration_time(policy, parse_delay(delay), workers, k), "formula"
     except NoFormulaError:
         return SIMULATED_ELSEWHERE[delay, policy, k], "simulated"
 

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from paceline.bench import run_bench
-from paceline.bench.measuring import print_table
 from paceline.record.trace import Committed, Joined, Trace
 from paceline.replay.plan import read_plan
 from paceline.replay.problem import ProblemReplay
 from paceline.replay.surroundings import as_recorded, open_trace, train_config
+from paceline.report.table import print_table
 from paceline.training import load_config_problem
 
 POLICIES = (
@@ -65,7 +65,8 @@ def main() -> None:
         rows.append(record_and_replay(number, dice, quick=arguments.quick))
         print(f"\r{number + 1} of {arguments.runs} runs", end="", file=sys.stderr)
     print(file=sys.stderr)
-    (recording,) = run_bench("server-recording", 4, seconds=0.1 if arguments.quick else 2.0, rounds=arguments.rounds)
+    processes, seconds = (2, 0.1) if arguments.quick else (4, 2.0)
+    (recording,) = run_bench("server-recording", processes, seconds=seconds, rounds=arguments.rounds)
     show(rows, recording, as_json=arguments.json)
     sys.exit(0 if all(row["equal"] for row in rows) else 1)
 

@@ -27,11 +27,11 @@ from paceline.bench.measuring import (
     be_worker,
     median_ratio,
     median_seconds,
-    print_table,
     run_workers,
 )
 from paceline.bench.workloads import WORKLOADS, Workload, optimizer_for
 from paceline.launch.outfit import threads_per_worker
+from paceline.report.table import print_table
 
 Kind = Literal["weak", "strong"]
 Case = tuple[int, int]  # number of workers, batch of each

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from paceline.bench.measuring import print_table
+from paceline.report.table import print_table
 from paceline.virtual.simulate import Scenario, simulate
 
 AIMS = {"k-sync": 10.0, "k-async": 60.0}

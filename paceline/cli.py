@@ -464,7 +464,7 @@ def bench_collectives(ranks: tuple[int, ...], seconds: float, quick: bool, as_js
     """Time all-reduce by shared memory, by Gloo and, if mpi4py is installed, by MPI."""
     from paceline.bench import run_bench
     from paceline.bench.collectives import SIZES, measure_mpi
-    from paceline.bench.measuring import print_table
+    from paceline.report.table import print_table
 
     _check_ranks(ranks)
     sizes = SIZES[:2] if quick else SIZES
@@ -493,8 +493,8 @@ def bench_collectives(ranks: tuple[int, ...], seconds: float, quick: bool, as_js
 def bench_step(models: tuple[str, ...], rounds: int, steps: int, quick: bool, as_json: bool) -> None:
     """Time a training step on two workers against one with only a barrier."""
     from paceline.bench import run_bench
-    from paceline.bench.measuring import print_table
     from paceline.bench.workloads import WORKLOADS
+    from paceline.report.table import print_table
 
     for model in models:
         if model not in WORKLOADS:
@@ -519,8 +519,8 @@ def bench_step(models: tuple[str, ...], rounds: int, steps: int, quick: bool, as
 def bench_server(rounds: int, trips: int, quick: bool, as_json: bool) -> None:
     """Time push and pull with a parameter server against torch.distributed.rpc."""
     from paceline.bench import run_bench
-    from paceline.bench.measuring import print_table
     from paceline.bench.server import SIZES
+    from paceline.report.table import print_table
 
     if min(rounds, trips) < 1:
         raise UsageError(f"--rounds and --trips must be at least 1, got {rounds} and {trips}")
@@ -528,7 +528,7 @@ def bench_server(rounds: int, trips: int, quick: bool, as_json: bool) -> None:
         rounds, trips = 1, 2
     options = {"sizes": SIZES[:1] if quick else SIZES, "rounds": rounds, "trips": trips}
     rows = [row for over_tcp in (False, True) for row in run_bench("server", 2, **options, over_tcp=over_tcp)]
-    (rate,) = run_bench("server-rate", 4, seconds=0.1 if quick else 5.0)
+    (rate,) = run_bench("server-rate", 3 if quick else 4, seconds=0.1 if quick else 5.0)
     if as_json:
         print(json.dumps({"rounds": rounds, "trips": trips, "rows": rows, "rate": rate}))
         return

@@ -1,4 +1,7 @@
-"""Random streams: seeds derived from names and numbers, and the state of torch, ``random`` and numpy."""
+"""Random streams: seeds derived from names and numbers, and the state of torch, ``random`` and numpy.
+
+Seeds are for supervisors and simulations too, which start without torch's seconds: what needs torch imports it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy
-import torch
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -31,6 +33,8 @@ def seed_streams(seed: int) -> None:
 
     Generators are seeded directly: ``torch.manual_seed`` looks for devices first, at 250 us against 1.
     """
+    import torch
+
     torch.default_generator.manual_seed(seed)
     if _cuda_in_use():
         torch.cuda.manual_seed_all(seed)
@@ -45,6 +49,8 @@ def capture_streams() -> dict[str, Any]:
 
     A ``gauss`` list holds the second of a pair of normals that is drawn but not given out yet, or nothing.
     """
+    import torch
+
     version, words, gauss = random.getstate()
     _, keys, position, has_cached, cached = numpy.random.get_state()
     state: dict[str, Any] = {
@@ -65,6 +71,8 @@ def capture_streams() -> dict[str, Any]:
 
 def restore_streams(state: Mapping[str, Any]) -> None:
     """Put all streams back to where ``capture_streams`` found them, leaving out devices not found here."""
+    import torch
+
     torch.default_generator.set_state(state["torch"])
     devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     for device, device_state in zip(devices, state.get("cuda", ()), strict=False):
@@ -79,4 +87,6 @@ def restore_streams(state: Mapping[str, Any]) -> None:
 
 
 def _cuda_in_use() -> bool:
+    import torch
+
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from xdist.scheduler import LoadScopeScheduling
 
 from paceline import native
 from paceline.cli import main
@@ -29,6 +31,31 @@ hypothesis.settings.register_profile("paceline", deadline=None)
 hypothesis.settings.load_profile("paceline")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+# The tests of each of these share what a fixture takes long to make: with ``-n`` one process runs them all.
+SHARING = {
+    f"test_{name}.py" for name in ("ddp", "killed", "killed_workers", "live_policies", "real_programs", "replay")
+}
+
+
+class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives processes one test after the other, or all of a file that shares."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if Path(file).name in SHARING else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    """Use that one unless another was asked for."""
+    return Scheduling(config, log) if config.getoption("dist") == "load" else None
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is there to stay: garbage is then looked for among the few things that tests make."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def test_a_worker_is_replaced_and_the_run_broken_off_and_resumed(tmp_path: Path,
     """All in one run, since starting processes is what takes the time."""
     mark, run = uuid.uuid4().hex, tmp_path / "run"
     adam = ("--optimizer", "adam(lr=0.003)", "--warmup", "gradual", "--warmup-epochs", "1", "--decay", "cosine")
-    options = ("--base-batch", "8", "--clip-norm", "2", "--epochs", "60", "--respawn")
+    options = ("--base-batch", "8", "--clip-norm", "2", "--epochs", "600", "--respawn")
     with started(
         train(tmp_path, "--workers", "2", "--policy", "k-batch-sync(k=3)", *adam, *options), mark=mark
     ) as process:

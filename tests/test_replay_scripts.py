@@ -40,10 +40,10 @@ with paceline.join(model, optimizer, scheduler=scheduler, run="run", save_every=
 """
 
 
-def record(policy: str, *arguments: str, **variables: str) -> list[str]:
-    """Run the script on two workers, and give what they print."""
+def record(policy: str, *arguments: str, workers: int = 2, **variables: str) -> list[str]:
+    """Run the script on workers, and give what they print."""
     Path("script.py").write_text(SCRIPT)
-    options = ["--workers", "2", "--respawn", "--policy", policy, "--delay", "exp(1)", "--delay-unit", "2ms"]
+    options = ["--workers", str(workers), "--respawn", "--policy", policy, "--delay", "exp(1)", "--delay-unit", "2ms"]
     ran = finished(["run", *options, "script.py", *arguments], **variables)
     assert ran.returncode == 0, ran.stderr
     return sorted(ran.stdout.splitlines())
@@ -51,7 +51,7 @@ def record(policy: str, *arguments: str, **variables: str) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_a_script_replays_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_replays_to_the_last_bit_and_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the script prints is the same too: cancelled steps are cancelled again, and means are the same."""
     monkeypatch.chdir(tmp_path)
     printed = record("k-batch-sync(k=2)", DIE="1")
@@ -62,21 +62,8 @@ def test_a_script_replays_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(lines) == printed
     assert "40 pushes" in verdict and verdict.endswith("equal to the last bit")
     assert "worker 1 was killed" in again.stderr
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(120)
-def test_a_script_that_depends_on_the_time_is_found_out_and_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    record("sync", "clock")
-    again = finished(["replay", "run", "--json"])
-    assert again.returncode == 1
-    assert '"equal": false' in again.stdout and ", on version 7: loss" in again.stdout
-    command = [sys.executable, "-m", "paceline", "replay", "run", "--until", "5", "--shell"]
     looked = subprocess.run(
-        command,
+        [sys.executable, "-m", "paceline", "replay", str(tmp_path / "run"), "--until", "5", "--shell"],
         input="print('seen', version, [push.worker for push in pushes], list(pushes[0].gradients)[0])\n",
         capture_output=True,
         text=True,
@@ -86,6 +73,16 @@ def test_a_script_that_depends_on_the_time_is_found_out_and_looked_at(
     assert looked.returncode == 0, looked.stderr
     assert "seen 5" in looked.stdout and "0.weight" in looked.stdout
     assert "version 5 has the hash" in looked.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_script_that_depends_on_the_time_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    record("sync", "clock", workers=1)
+    again = finished(["replay", "run", "--json"])
+    assert again.returncode == 1
+    assert '"equal": false' in again.stdout and ", on version 7: loss" in again.stdout
 
 
 def test_two_pushes_may_both_come_too_late() -> None:

@@ -97,20 +97,17 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> str:
     return out
 
 
-def test_a_run_over_two_hosts(run: Run) -> None:
-    server, workers = run.serve("k-async(k=2)"), run.join("k-async(k=2)")
-    told = set(re.findall(r"version \d+ weight \S+", ended(workers)))
-    assert len(told) == 1 and next(iter(told)).startswith("version 32 "), told
-    assert f"serving at tcp://{run.hosts[0].address}:7777" in ended(server)
-
-
-def test_a_worker_without_the_token_is_refused_and_the_run_unharmed(run: Run) -> None:
+def test_a_run_over_two_hosts_refuses_who_has_not_the_token_and_is_unharmed(run: Run) -> None:
     (run.folder / "wrong").write_text(secrets.token_hex(32))
     (run.folder / "wrong").chmod(0o600)
-    server = run.serve("async")
-    assert "the token is not the server's" in ended(run.join("async", token="wrong", workers=1), code=1)
-    assert "version 64 " in ended(run.join("async"))
-    assert "refused a stranger" in ended(server)
+    server = run.serve("k-async(k=2)")
+    stranger = run.join("k-async(k=2)", token="wrong", workers=1)
+    assert "the token is not the server's" in ended(stranger, code=1)
+    told = set(re.findall(r"version \d+ weight \S+", ended(run.join("k-async(k=2)"))))
+    assert len(told) == 1 and next(iter(told)).startswith("version 32 "), told
+    served = ended(server)
+    assert f"serving at tcp://{run.hosts[0].address}:7777" in served
+    assert "refused a stranger" in served
 
 
 def test_a_worker_killed_on_the_other_host_is_missed_within_two_seconds(run: Run) -> None:

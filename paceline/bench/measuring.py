@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,3 @@ def median_seconds(step: Callable[[int], None], steps: int) -> float:
 def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
     """The median of the ratios of times that were taken in the same round."""
     return statistics.median(time / other for time, other in zip(times, others, strict=True))
-
-
-def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Print one line per row; ``columns`` maps the keys to show to their formats, such as ``".2f"``; None is a dash."""
-    lines = [list(columns)]
-    lines += [["-" if row[key] is None else format(row[key], spec) for key, spec in columns.items()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = zip(line, columns.values(), widths, strict=True)
-        print("  ".join(f"{cell:{'>' if spec else '<'}{width}}" for cell, spec, width in cells))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.record.metrics import read_metrics
 
 _WANTED = "wanted a file of numbers, one or more a line, or a run's directory or metrics.jsonl"
 
@@ -35,6 +34,8 @@ def _numbers(file: Path) -> Iterator[float]:
 
 
 def _times_of_run(file: Path) -> Iterator[float]:
+    from paceline.record.metrics import read_metrics  # who reads no run starts without torch's seconds
+
     for event in read_metrics(file):
         if isinstance(event, dict) and event.get("event") == "step" and "seconds" in event:
             try:
