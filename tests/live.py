@@ -116,7 +116,7 @@ class Cluster:
             local, remote = in_place_of.address, in_place_of.tcp_address
         self.address: str = self.listener.bind(local)
         self.tcp_address: str = self.listener.bind(remote)
-        self._memory = os.memfd_create("test")
+        self.memory = os.memfd_create("test")
         self.server = self.make_server(workers=workers, version=version, seed=seed, trace=trace)
         self.lines: list[Line] = []  # are closed in the end
         self.failure: BaseException | None = None
@@ -128,7 +128,7 @@ class Cluster:
         return LiveServer(
             self.trainee,
             self.policy,
-            memory=self._memory,
+            memory=self.memory,
             queue=self.queue,
             listener=self.listener,
             host=self.host,
@@ -155,7 +155,7 @@ class Cluster:
         for line in self.lines:
             line.close()
         self.listener.close()
-        os.close(self._memory)
+        os.close(self.memory)
         if self.failure is not None:
             raise self.failure
 

@@ -8,14 +8,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from led_by_hand import Hand
 from ledger import Seen, samples, seen_trainee, times_used, train
-from live import DEADLINE, Cluster, host_and_port
+from live import DEADLINE, TOKEN, Cluster, Weights, host_and_port
+from torch.optim import SGD
 
 from paceline.served import ServedSession
+from paceline.server import live
+from paceline.server.layout import ModelLayouts
+from paceline.server.listening import Listener
+from paceline.server.memory import SharedMemory
+from paceline.server.messages import Leave
+from paceline.server.vault import read_note
 from paceline.trainee import Trainee
 
 pytestmark = pytest.mark.timeout(60)
@@ -148,3 +156,46 @@ def test_connections_that_are_lost_again_and_again(policy: str) -> None:
             network.close()
     assert times_used(cluster) == [float(epochs)] * COUNT
     assert sum(network.connections for network in networks) > workers
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_replaced_server_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, has_left: bool) -> None:
+    """A worker from elsewhere may have left before the server was killed, or while there was none."""
+    monkeypatch.setattr(live, "_LONGEST_ABSENCE", 600.0 if has_left else 0.3)
+    with Cluster("async", workers=1) as cluster:
+        hand = Hand(cluster, 0)
+        if has_left:
+            hand.say(Leave(failed=False))
+            cluster.wait_for_end()
+            cluster.listener.close()
+        else:
+            cluster.die()
+        found = read_note(cluster.memory)
+        assert found is not None
+        cluster.listener = Listener(TOKEN)
+        successor = cluster.make_server(workers=1, version=found["version"], seed=0, patience=0.1, found=found)
+        end = time.monotonic() + DEADLINE
+        assert successor.serve(lambda: time.monotonic() > end), "it waits until it is stopped"
+
+
+class Fails(SGD):
+    """An optimizer that gives up in the middle of a step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        raise ArithmeticError("in mid-step")
+
+
+def test_what_a_failed_commit_leaves_is_read_by_nobody() -> None:
+    model = Weights()
+    layouts = ModelLayouts(model)
+    trainee = Trainee(model=model, optimizers=[Fails(model.parameters(), lr=0.1)])
+    with pytest.raises(ArithmeticError), Cluster("async", trainee, workers=1) as cluster:
+        hand = Hand(cluster, 0)
+        hand.ask()
+        hand.push(1.0)
+        cluster.wait_for_end()
+        memory = SharedMemory(cluster.memory, down=layouts.down.nbytes, up=layouts.up.nbytes, slots=1)
+        with memory.reading() as readable:
+            whole = readable
+    assert not whole

@@ -308,6 +308,33 @@ def test_several_servers_that_never_serve_are_given_up(
     assert re.fullmatch(rf"{name} was killed by SIGKILL \(.*\); before it joined, and so were the 2 before it", fault)
 
 
+def test_a_worker_that_is_replaced_together_with_the_server_is_not_told_of_as_gone(bench: Bench) -> None:
+    serve = """
+if place.role == "server":
+    report("joined")
+    if place.incarnation == 0:
+        Path("process").write_text(str(os.getpid()))
+        Path("server").touch()
+        time.sleep(60)
+    wait_for("again")
+    from paceline.launch.service import read_gone
+    assert read_gone(place.memory_fd, 1) == []
+    Path("done").touch()
+    sys.exit()
+"""
+    source = """
+    if place.incarnation == 0:
+        wait_for("server")
+        os.kill(int(Path("process").read_text()), signal.SIGKILL)
+        kill()
+    Path("again").touch()
+    wait_for("done")
+    """
+    ended = run(bench, source, 1, RESPAWN, serve=serve)
+    assert (ended.code, ended.out) == (0, ""), ended.err
+    assert len(ended.err.splitlines()) == 2
+
+
 def test_a_server_killed_when_a_worker_has_left_is_told_so(bench: Bench) -> None:
     """The one before knew; its successor must not wait for it."""
     serve = """

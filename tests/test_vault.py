@@ -170,6 +170,18 @@ def test_notes_between_commits_are_found(file: int) -> None:
     assert Server(file, "adam").hash() == wanted
 
 
+@pytest.mark.parametrize("optimizer", KEPT)
+def test_a_successor_that_notes_something_and_is_killed_too_loses_nothing(file: int, optimizer: str) -> None:
+    wanted = hashes(optimizer, 8)
+    for version in range(8):
+        for _ in range(2):
+            server = Server(file, optimizer)
+            assert (server.version, server.hash()) == (version, wanted[version])
+            server.vault.note_again(version, {"mine": version})
+        Server(file, optimizer).commit()
+    assert Server(file, optimizer).hash() == wanted[8]
+
+
 def test_pushes_that_waited_are_counted(file: int) -> None:
     server = Server(file, "sgd")
     server.commit()

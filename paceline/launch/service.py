@@ -49,6 +49,11 @@ def mark_gone(memory: int, rank: int) -> None:
     os.pwrite(memory, b"\1", _GONE + rank)
 
 
+def mark_coming(memory: int, rank: int) -> None:
+    """Take that back."""
+    os.pwrite(memory, b"\0", _GONE + rank)
+
+
 def read_gone(memory: int, workers: int) -> list[int]:
     """The ranks that are marked so."""
     return [rank for rank, mark in enumerate(os.pread(memory, workers, _GONE)) if mark]
@@ -165,6 +170,10 @@ class Service:
         return () if self._options.replay is None else tuple(self._options.replay.shell or ())
 
     def _start_worker(self, life: Life) -> None:
+        for memory in (
+            self._memory if life.incarnation else ()
+        ):  # it may have died with a server, and been told of as gone
+            mark_coming(memory, life.rank)
         environment = self._outfit.worker(life.rank, incarnation=life.incarnation)
         prefix = "" if self._outfit.workers == 1 else f"[{life.rank}] "
         self._crew.start(life, self._command, environment, descriptors=self._descriptors, prefix=prefix)

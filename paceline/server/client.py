@@ -30,7 +30,8 @@ from paceline.server.wire import decode, encode
 logger = logging.getLogger("paceline")
 
 _TIME_TO_ANSWER = 60.0  # seconds for a server to come up and answer the first message
-_TIME_TO_RETURN = 30.0  # for a server whose connection is lost: another process may take its place
+_TIME_TO_RETURN = 60.0  # for a server whose connection is lost: another process may take its place
+_TIME_TO_RETURN_HERE = 600.0  # on this host, where a supervisor ends us if none does
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2  # between two attempts to connect
 _TIME_TO_CONNECT = 2.0  # of one attempt
 _VANISHED_AFTER = 4.0  # seconds without any answer of the server's host
@@ -357,7 +358,7 @@ class Client:
             self.incarnation += 1
             self._later, self._step, self._must_ask = None, -1, True
             self._meet(
-                _TIME_TO_RETURN,
+                _TIME_TO_RETURN if self._memory_file is None else _TIME_TO_RETURN_HERE,
                 f"worker {self.rank}: the server at {self._address} is gone; look at its own output for the reason",
             )
         raise _JoinedAgain

@@ -43,6 +43,7 @@ from paceline.trainee import Trainee
 logger = logging.getLogger("paceline")
 
 _TICK = 0.2  # seconds between two looks at whether we are asked to stop
+_LONGEST_ABSENCE = 600.0  # seconds that workers from elsewhere have to miss a server that was replaced, and come back
 _LONGEST_READ = 60.0  # seconds that a worker may take to copy the parameters
 _MOST_EXAMPLES = 2**32  # of one push: its gradients are multiplied by them
 _LONGEST_REASON = 2000  # characters: names in it come from others, and a message has to hold it
@@ -134,6 +135,10 @@ class LiveServer:
         self._start_epoch = queue.epoch
         self._saves: list[tuple[Peer, str]] = []
         self._left_at: float | None = None  # when a worker last left because it was done
+        if found is not None and math.isfinite(
+            patience
+        ):  # all may have left, or be busy and leave without our hearing it
+            self._patience, self._left_at = max(patience, _LONGEST_ABSENCE), self._now()
         self._trace(traced.Began(version, found is not None))
         if found is None:
             self._vault.begin(version, self._note())
@@ -461,21 +466,19 @@ class LiveServer:
             raise CommError(f"a worker has been copying the parameters for {_LONGEST_READ:.0f} s; is it stopped?")
         began = time.monotonic()
         rate = self._host.rate()
-        try:
-            self._vault.before_update()
-            if self._shards is None:
-                with torch.no_grad():
-                    self._gathered.put(self._only)
-                self._trainee.update()
-            else:
-                self._update_with_others(self._shards)
-            publish(self._layouts, self._memory.down)
-            self._memory.version += 1
-            self._queue.commit()  # all that was pushed: policies leave nothing behind
-            self._trace(traced.Committed(self._memory.version, len(commit.pushes), self._now()))
-            self._vault.after_update(self._memory.version, self._note())
-        finally:
-            self._memory.wrote()
+        self._vault.before_update()
+        if self._shards is None:
+            with torch.no_grad():
+                self._gathered.put(self._only)
+            self._trainee.update()
+        else:
+            self._update_with_others(self._shards)
+        publish(self._layouts, self._memory.down)
+        self._memory.version += 1
+        self._queue.commit()  # all that was pushed: policies leave nothing behind
+        self._trace(traced.Committed(self._memory.version, len(commit.pushes), self._now()))
+        self._vault.after_update(self._memory.version, self._note())
+        self._memory.wrote()  # not if it has failed: then nobody may read what there is
         self._only = None
         for parameter in self._layouts.trained:  # zero_grad of an optimizer also prepares for a profiler
             parameter.grad = None

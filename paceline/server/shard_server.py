@@ -55,6 +55,7 @@ class ShardServer:
         self._first: Peer | None = None  # the server that orders
         self._orders = 0  # carried out
         self._answers: dict[int, wire.Done] = {}  # to the last few of them
+        self._slots: dict[int, Laid] = {}  # by rank: of workers that share memory
         self._parts: dict[int, _Part] = {}  # by rank; kept when a worker is gone, since its push may still be taken
         self._ended = False
         self._alone_since: float | None = None  # when the first server was gone
@@ -110,8 +111,12 @@ class ShardServer:
                 peer.send(wire.Took(step))
 
     def _part_of(self, rank: int, *, shared: bool) -> Laid:
-        assert self._memory is not None
-        return Laid(self._layouts.up, self._memory.slot(rank)) if shared else self._parts[rank].laid
+        if not shared:
+            return self._parts[rank].laid
+        if rank not in self._slots:
+            assert self._memory is not None
+            self._slots[rank] = Laid(self._layouts.up, self._memory.slot(rank))
+        return self._slots[rank]
 
     # Orders ------------------------------------------------------------------------------------------------------
 

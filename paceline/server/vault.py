@@ -111,9 +111,8 @@ class Vault:
             self._set(_STAND, stand - 1)
         for stretch in self._stretches[1:]:
             self._read_stretch(stretch.work)
-        for optimizer, parameter, name in found["absent"]:
-            del self._placed[optimizer, parameter, name]
         self._load(found)
+        self._place_tensors()  # as after an update: our own notes have to tell as much
 
     def before_update(self) -> None:
         """Make sure that there is something to go back to."""
@@ -248,7 +247,10 @@ class Vault:
         for optimizer, groups in zip(optimizers, state["groups"], strict=True):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update({**saved, "params": group["params"]})
+        absent = {(place, parameter, name) for place, parameter, name in found["absent"]}
         for (place, parameter, name), view in self._placed.items():
+            if (place, parameter, name) in absent:
+                continue
             owner = parameters_of(optimizers[place])[parameter]
             optimizers[place].state[owner][name] = view if owner.device.type == "cpu" else view.to(owner.device)
         for place, parameter, name, value in state["others"]:
