@@ -170,10 +170,9 @@ class Service:
         return () if self._options.replay is None else tuple(self._options.replay.shell or ())
 
     def _start_worker(self, life: Life) -> None:
-        for memory in (
-            self._memory if life.incarnation else ()
-        ):  # it may have died with a server, and been told of as gone
-            mark_coming(memory, life.rank)
+        if life.incarnation:  # the one before may have died with a server, and been told of as gone
+            for memory in self._memory:
+                mark_coming(memory, life.rank)
         environment = self._outfit.worker(life.rank, incarnation=life.incarnation)
         prefix = "" if self._outfit.workers == 1 else f"[{life.rank}] "
         self._crew.start(life, self._command, environment, descriptors=self._descriptors, prefix=prefix)

@@ -30,7 +30,7 @@ class Layout:
             for place, tensor in enumerate(tensors):
                 if tensor.dtype == dtype:
                     self.offsets[place] = self.nbytes
-                    self.nbytes += _aligned(tensor.numel() * dtype.itemsize)
+                    self.nbytes += aligned(tensor.numel() * dtype.itemsize)
             self.spans.append((dtype, start, self.nbytes))
 
     def views(self, memory: Tensor) -> list[Tensor]:
@@ -43,7 +43,7 @@ class Layout:
     def padded(self, memory: Tensor) -> list[Tensor]:
         """A vector for each tensor, with the gap behind it."""
         return [
-            memory[offset : offset + _aligned(shape.numel() * dtype.itemsize)].view(dtype)
+            memory[offset : offset + aligned(shape.numel() * dtype.itemsize)].view(dtype)
             for (shape, dtype), offset in zip(self._shapes, self.offsets, strict=True)
         ]
 
@@ -65,7 +65,8 @@ class Laid:
         self.flat = layout.flat(memory)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """So many bytes, and those of the gap behind them."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

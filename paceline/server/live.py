@@ -135,9 +135,8 @@ class LiveServer:
         self._start_epoch = queue.epoch
         self._saves: list[tuple[Peer, str]] = []
         self._left_at: float | None = None  # when a worker last left because it was done
-        if found is not None and math.isfinite(
-            patience
-        ):  # all may have left, or be busy and leave without our hearing it
+        if found is not None and math.isfinite(patience):
+            # All may have left, or be busy and leave without our hearing of it.
             self._patience, self._left_at = max(patience, _LONGEST_ABSENCE), self._now()
         self._trace(traced.Began(version, found is not None))
         if found is None:

@@ -22,7 +22,7 @@ from paceline.server.vault import Vault
 from paceline.trainee import Trainee
 
 _TICK = 0.2  # seconds between two looks at whether we are asked to stop
-_TIME_TO_BE_ENDED = 5.0  # seconds: if the first server was killed, the supervisor ends us too, and starts all anew
+TIME_TO_BE_ENDED = 5.0  # seconds: if another server was killed, the supervisor ends us too, and starts all anew
 _REMEMBERED = 8  # answers: more orders are never under way
 
 
@@ -68,7 +68,7 @@ class ShardServer:
 
     def _is_alone(self) -> bool:
         """Whether the first server is not there: it has not come yet, or was killed a moment ago."""
-        if self._alone_since is not None and time.monotonic() > self._alone_since + _TIME_TO_BE_ENDED:
+        if self._alone_since is not None and time.monotonic() > self._alone_since + TIME_TO_BE_ENDED:
             raise CommError("the first server is gone, which decides; look at its own output for the reason")
         return self._first is None or self._alone_since is not None
 

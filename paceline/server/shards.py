@@ -19,13 +19,13 @@ from paceline.server.gathering import adopt
 from paceline.server.layout import ModelLayouts
 from paceline.server.lines import Line
 from paceline.server.memory import SharedMemory
+from paceline.server.shard_server import TIME_TO_BE_ENDED
 from paceline.server.shard_state import collect_state, drop_state, norms_of, total_norm, write_state
 from paceline.server.wire import decode, encode
 from paceline.trainee import Trainee
 
 _TIME_TO_COME = 60.0  # seconds for a server to run the script up to join()
 _TIME_TO_END = 1.0
-_TIME_TO_BE_ENDED = 5.0  # if another server was killed, the supervisor ends all of them
 _TICK = 0.5
 
 
@@ -225,5 +225,5 @@ class Shards:
 
 def _gone(reason: str) -> CommError:
     """Make the error of a server that is gone; one that was killed is no error, but then we are ended meanwhile."""
-    time.sleep(_TIME_TO_BE_ENDED)
+    time.sleep(TIME_TO_BE_ENDED)
     return CommError(reason)

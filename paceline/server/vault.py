@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from paceline.errors import CheckpointError, CommError
 from paceline.record.state_tree import pack, unpack
 from paceline.server.copying import copy
-from paceline.server.layout import Layout
+from paceline.server.layout import Layout, aligned
 from paceline.trainee import Trainee, parameters_of
 
 logger = logging.getLogger("paceline")
@@ -47,7 +47,6 @@ _STATE = _NOTES + 2 * _NOTE  # the optimizers' tensors, in stretches
 _SPARE = 1 << 41  # the spare of what lies at a place is this much behind it
 _UNCHANGING = (int, float, str, type(None), tuple)
 _DESCRIPTION = struct.Struct("<Q")  # the length of what says which tensors a stretch holds; it comes in front of them
-_ALIGNMENT = 64
 
 
 class _Stretch(NamedTuple):
@@ -192,7 +191,7 @@ class Vault:
         described = [[*key, list(value.shape), str(value.dtype)] for key, value in tensors.items()]
         text = json.dumps(described).encode()
         layout = Layout(list(tensors.values()))
-        front = _aligned(_DESCRIPTION.size + len(text))
+        front = aligned(_DESCRIPTION.size + len(text))
         offset = sum(self._extents[-1], start=0) if self._extents else _STATE
         offset = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = front + layout.nbytes
@@ -214,7 +213,7 @@ class Vault:
         (length,) = _DESCRIPTION.unpack(raw)
         described = json.loads(bytes(memory[_DESCRIPTION.size : _DESCRIPTION.size + length].numpy()))
         like = [torch.empty(shape, dtype=_dtype(dtype), device="meta") for *_, shape, dtype in described]
-        views = Layout(like).views(memory[_aligned(_DESCRIPTION.size + length) :])
+        views = Layout(like).views(memory[aligned(_DESCRIPTION.size + length) :])
         for (optimizer, parameter, name, *_), view in zip(described, views, strict=True):
             self._placed[optimizer, parameter, name] = view
 
@@ -309,10 +308,6 @@ def _map(file: int, offset: int, length: int) -> Tensor:
     """The memory of the file from ``offset`` on, which has to be there, as bytes."""
     os.posix_fallocate(file, offset, max(1, length))  # too little memory is told now, not by a signal later
     return torch.frombuffer(mmap.mmap(file, max(1, length), offset=offset), dtype=torch.uint8)[:length]
-
-
-def _aligned(length: int) -> int:
-    return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
 def _dtype(name: str) -> torch.dtype:
