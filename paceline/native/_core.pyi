@@ -2,6 +2,7 @@ from collections.abc import Sequence
 from typing import final
 
 MAX_RANKS: int
+PAST_CACHE_FROM: int
 
 @final
 class Ticket:

@@ -60,7 +60,7 @@ using Block = void (*)(Dtype, Reduce, void*, const void* const*, int, size_t);
 struct InstructionSet {
   const char* name;
   Block reduce_block;
-  void (*copy_block)(char*, const char*, size_t);
+  void (*copy_block[2])(char*, const char*, size_t);  // the second past the cache
   Examined (*examine_block[3])(char*, const char*, size_t);  // by the way
   bool is_here;
 };
@@ -68,11 +68,11 @@ struct InstructionSet {
 // The best one first.
 const InstructionSet instruction_sets[] = {
 #ifdef PACELINE_TWO_SETS
-    {"avx2", avx2::reduce_block, avx2::copy_block,
+    {"avx2", avx2::reduce_block, {avx2::copy_block<Way::copy>, avx2::copy_block<Way::copy_past_cache>},
      {avx2::examine_block<Way::look>, avx2::examine_block<Way::copy>, avx2::examine_block<Way::copy_past_cache>},
      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")},
 #endif
-    {"baseline", baseline::reduce_block, baseline::copy_block,
+    {"baseline", baseline::reduce_block, {baseline::copy_block<Way::copy>, baseline::copy_block<Way::copy_past_cache>},
      {baseline::examine_block<Way::look>, baseline::examine_block<Way::copy>,
       baseline::examine_block<Way::copy_past_cache>},
      true},
@@ -89,6 +89,20 @@ std::atomic<const InstructionSet*> chosen{best_instruction_set()};
 Examined examine_by(Way way, void* to, const void* from, size_t bytes) {
   const InstructionSet* set = chosen.load(std::memory_order_relaxed);
   return set->examine_block[static_cast<int>(way)](static_cast<char*>(to), static_cast<const char*>(from), bytes);
+}
+
+// Instructions that write past the cache want addresses that are multiples of 16.
+Way way_past_cache(const void* to) {
+  return reinterpret_cast<uintptr_t>(to) % 16 == 0 ? Way::copy_past_cache : Way::copy;
+}
+
+// What was written past the cache is there before others are told of it.
+void finish(Way way) {
+#ifdef PACELINE_TWO_SETS
+  if (way == Way::copy_past_cache) _mm_sfence();
+#else
+  static_cast<void>(way);
+#endif
 }
 
 // Sums of truth values are "or", products "and", so that they stay truth values.
@@ -144,38 +158,22 @@ void reduce(Dtype dtype, Reduce op, void* const* destinations, int destination_c
 
 void copy(void* to, const void* from, size_t bytes) {
   if (bytes == 0 || to == from) return;
-  chosen.load(std::memory_order_relaxed)->copy_block(static_cast<char*>(to), static_cast<const char*>(from), bytes);
+  chosen.load(std::memory_order_relaxed)->copy_block[0](static_cast<char*>(to), static_cast<const char*>(from), bytes);
 }
 
 void copy_past_cache(void* to, const void* from, size_t bytes) {
-#ifdef PACELINE_TWO_SETS
-  constexpr size_t line = 64;
-  char* destination = static_cast<char*>(to);
-  const char* source = static_cast<const char*>(from);
-  const size_t front = std::min(bytes, (line - reinterpret_cast<uintptr_t>(to) % line) % line);
-  const size_t lines = (bytes - front) / line;
-  copy(destination, source, front);
-  for (size_t at = front; at < front + lines * line; at += line)
-    for (size_t part = 0; part < line; part += sizeof(__m128i))
-      _mm_stream_si128(reinterpret_cast<__m128i*>(destination + at + part),
-                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + at + part)));
-  _mm_sfence();  // others may be told of it now
-  const size_t done = front + lines * line;
-  copy(destination + done, source + done, bytes - done);
-#else
-  copy(to, from, bytes);
-#endif
+  const Way way = way_past_cache(to);
+  chosen.load(std::memory_order_relaxed)->copy_block[way == Way::copy_past_cache](
+      static_cast<char*>(to), static_cast<const char*>(from), bytes);
+  finish(way);
 }
 
 Examined examine(const void* from, size_t bytes) { return examine_by(Way::look, nullptr, from, bytes); }
 
 Examined copy_examined(void* to, const void* from, size_t bytes) {
-  constexpr size_t much = 1 << 20;
-  if (bytes < much || reinterpret_cast<uintptr_t>(to) % 16 != 0) return examine_by(Way::copy, to, from, bytes);
-  const Examined found = examine_by(Way::copy_past_cache, to, from, bytes);
-#ifdef PACELINE_TWO_SETS
-  _mm_sfence();  // others may be told of it now
-#endif
+  const Way way = bytes < past_cache_from ? Way::copy : way_past_cache(to);
+  const Examined found = examine_by(way, to, from, bytes);
+  finish(way);
   return found;
 }
 

@@ -31,6 +31,8 @@ void reduce(Dtype dtype, Reduce reduce, void* const* destinations, int destinati
 // slower if the two addresses differ in their last six bits.
 void copy(void* to, const void* from, size_t bytes);
 
+constexpr size_t past_cache_from = 1 << 20;  // bytes: less may be read again from a cache
+
 // The same for memory that is too large to be read again from a cache: written past it, where the processor can.
 void copy_past_cache(void* to, const void* from, size_t bytes);
 

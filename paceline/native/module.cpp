@@ -409,5 +409,6 @@ PyMODINIT_FUNC PyInit__core() {
     return nullptr;
   for (PyTypeObject* type : {group_type, ticket_type, region_type})
     if (PyModule_AddType(created, type) != 0) return nullptr;
+  if (PyModule_AddIntConstant(created, "PAST_CACHE_FROM", past_cache_from) != 0) return nullptr;
   return PyModule_AddIntConstant(created, "MAX_RANKS", max_ranks) == 0 ? created : nullptr;
 }

@@ -15,7 +15,6 @@ if native.available():
     from paceline.native import _core
 
 HALVES = (torch.float16, torch.bfloat16)
-_LARGE = 1 << 20  # bytes
 
 
 class Look(NamedTuple):
@@ -38,7 +37,7 @@ def look_at(vector: Tensor) -> Look:
 
 def copy(to: Tensor, tensor: Tensor) -> None:
     """Copy a tensor, as ``to.copy_(tensor)`` without autograd does."""
-    if to.nbytes >= _LARGE and native.available() and lies_plainly(to) and lies_plainly(tensor, like=to):
+    if native.available() and to.nbytes >= _core.PAST_CACHE_FROM and lies_plainly(to) and lies_plainly(tensor, like=to):
         _core.copy_past_cache(to.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         increment_version(to)  # as any change in place does
     else:
