@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +56,14 @@ def pytest_collection_finish() -> None:
     """What was imported is there to stay: garbage is then looked for among the few things that tests make."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    """A file without a name, as processes share it."""
+    descriptor = os.memfd_create("test")
+    yield descriptor
+    os.close(descriptor)
 
 
 @pytest.fixture(autouse=True)

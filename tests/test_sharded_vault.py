@@ -7,14 +7,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_vault import OPTIMIZERS
+from test_vault import OPTIMIZERS, undisturbed
 from torch import nn
 
 from paceline.errors import CommError
@@ -99,22 +99,7 @@ class Shard:
 
 @functools.cache
 def hashes(optimizer: str, count: int) -> list[bytes]:
-    """The hash of every version, undisturbed."""
-    file = os.memfd_create("test")
-    shard = Shard(file, optimizer)
-    found = [shard.hash()]
-    for _ in range(count):
-        shard.commit()
-        found.append(shard.hash())
-    os.close(file)
-    return found
-
-
-@pytest.fixture
-def file() -> Iterator[int]:
-    descriptor = os.memfd_create("test")
-    yield descriptor
-    os.close(descriptor)
+    return undisturbed(lambda file: Shard(file, optimizer), count)
 
 
 # What has happened when a shard is killed, beside what its first server has decided; each gives whether that is more.

@@ -6,8 +6,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -105,23 +105,25 @@ class Server:
         return hash_of([*self.trainee.model.parameters(), *self.trainee.model.buffers()])
 
 
-@pytest.fixture
-def file() -> Iterator[int]:
-    descriptor = os.memfd_create("test")
-    yield descriptor
-    os.close(descriptor)
+class Committing(Protocol):
+    def commit(self) -> None: ...
+    def hash(self) -> bytes: ...
 
 
-def hashes(optimizer: str, count: int) -> list[bytes]:
-    """The hash of every version, undisturbed."""
+def undisturbed(start: Callable[[int], Committing], count: int) -> list[bytes]:
+    """The hash of every version of a server that starts in a file and is never killed."""
     descriptor = os.memfd_create("test")
-    server = Server(descriptor, optimizer)
+    server = start(descriptor)
     found = [server.hash()]
     for _ in range(count):
         server.commit()
         found.append(server.hash())
     os.close(descriptor)
     return found
+
+
+def hashes(optimizer: str, count: int) -> list[bytes]:
+    return undisturbed(lambda file: Server(file, optimizer), count)
 
 
 def test_nothing_is_found_where_nothing_was_kept(file: int) -> None:
