@@ -148,6 +148,19 @@ def test_two_chatty_workers_are_never_mixed_in_a_line(bench: Bench) -> None:
         assert [line[4:] for line in lines if line.startswith(f"[{rank}] ")] == expected
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="pipes of packets are Linux's")
+@pytest.mark.parametrize("wanted", ["", "1"])
+def test_a_line_goes_out_at_once_that_others_cannot_print_into(bench: Bench, wanted: str) -> None:
+    script = bench.script("import os; print('two', 'words'); print('end', end=''); os.write(1, b'|')", prologue=False)
+    reading, writing = os.pipe2(os.O_DIRECT)  # each read is what one write wrote
+    worker = [sys.executable, "-m", "paceline.launch.worker", script]
+    environment = {**bench.environment, "PYTHONUNBUFFERED": wanted}
+    subprocess.run(worker, stdout=writing, env=environment, check=True, close_fds=True)
+    os.close(writing)
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        assert list(iter(lambda: pipe.read(4096), b"")) == [b"two words\n", b"|", b"end"]
+
+
 def test_an_escaped_process_that_holds_our_output_does_not_hold_us(bench: Bench) -> None:
     ended = bench.run(
         """

@@ -54,7 +54,6 @@ class Outfit:
         defaults = {
             "OMP_NUM_THREADS": str(threads_per_worker(self.workers)),
             "GLOO_SOCKET_IFNAME": _loopback_interface(),
-            "PYTHONUNBUFFERED": "1",
         }
         fixed = {name: str(value) for name, value in world.items()}
         asked = {} if self.policy is None else {POLICY: self.policy}

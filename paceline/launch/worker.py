@@ -7,6 +7,7 @@ before the script's objects are torn down.
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import runpy
 import signal
@@ -27,6 +28,7 @@ def main() -> NoReturn:
         process, descriptor = supervisor
         _die_with(process)
         reports.connect(descriptor)
+    _print_whole_lines()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         take_server_place()  # before the script can start children
@@ -51,6 +53,12 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)
+
+
+def _print_whole_lines() -> None:
+    """Let each line go out when it is whole, as at a terminal, and at once: others print between any two writes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def _run(arguments: list[str]) -> None:
