@@ -74,11 +74,13 @@ from paceline.server.parts import OtherParts
 def before_join():
     pass
 def in_step(session):
-    if session.rank == 1 and place.incarnation == 0 and session.steps > 5:
-        def half(parts, step, used):
-            parts._parts[0].begin_push(step)
-            os.kill(os.getpid(), signal.SIGKILL)
-        OtherParts.push = half
+    def half(parts, step, used):
+        parts._parts[0].begin_push(step)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if session.rank == 1 and place.incarnation == 0:
+        if session.steps > 5:
+            OtherParts.push = half
+        return  # however far the other one has come meanwhile
     if place.incarnation == 1:
         Path("back").touch()
     if session.steps > 20:
