@@ -82,9 +82,10 @@ class LossGuard:
 
     def restore_buffers(self, model: nn.Module) -> None:
         """Undo what a skipped update's forward passes did to the buffers."""
-        with torch.no_grad():
-            for buffer, before in zip(model.buffers(), self._buffers, strict=True):
-                buffer.copy_(before)
+        if self._buffers:
+            with torch.no_grad():
+                for buffer, before in zip(model.buffers(), self._buffers, strict=True):
+                    buffer.copy_(before)
 
     def check_parameters(self, model: nn.Module) -> None:
         """Refuse to save parameters that are not finite, however they became so."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -202,13 +201,15 @@ class HostingSession(Session):
     def committed(self, commit: Committed) -> None:
         self.steps, self._data.epoch = commit.version, commit.epoch
         if self.steps % self._log_every == 0:
-            values = dataclasses.asdict(commit)
-            del values["version"], values["epoch"]
+            values = {name: value for name, value in vars(commit).items() if name not in ("version", "epoch")}
             self._write("commit", **values)
-            if self.run is not None and self.run.metrics is not None:
-                self.run.metrics.flush()  # a server may be killed, and what it has told is to be there
         if self._save_every is not None and self.steps % self._save_every == 0:
             self.save()
+
+    def write_down(self) -> None:
+        """Have the commits that were told of in the metrics: a server may be killed."""
+        if self.run is not None and self.run.metrics is not None:
+            self.run.metrics.flush()
 
     def note(self, event: str, values: dict[str, Any]) -> None:
         self._write(event, **values)

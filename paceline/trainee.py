@@ -35,7 +35,11 @@ class Trainee:
 
     def clear_gradients(self) -> None:
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
+            if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+                optimizer.zero_grad()
+                continue
+            for parameter in parameters_of(optimizer):  # the same without preparing for a profiler: 2 us against 50
+                parameter.grad = None
 
     def update(self, closure: Callable[[], Tensor] | None = None) -> None:
         """Make one step from the gradients that lie in the parameters, as a hand-written loop would.

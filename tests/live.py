@@ -77,6 +77,9 @@ class Recorder:
     def committed(self, commit: Committed) -> None:
         self.commits.append(commit)
 
+    def write_down(self) -> None:
+        pass
+
     def save(self, path: Path | None) -> Path | None:
         self.saves.append(path)
         return path or Path("somewhere")

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import pytest
-from led_by_hand import batches, cluster_of_hands
+from led_by_hand import DATA, batches, cluster_of_hands
 
 from paceline.server.messages import Ask, Batch, Finished, Leave, More, Skip
 
 pytestmark = pytest.mark.timeout(40)
+
+
+def test_who_is_ahead_of_those_that_have_finished_has_finished_too() -> None:
+    with cluster_of_hands("ssp(bound=1)", 3) as (_, (ahead, slower, late)):
+        for hand in (ahead, slower, late):
+            hand.say(DATA._replace(num_samples=3))
+        ahead.ask(1)
+        slower.ask(1)
+        ahead.push(1.0)
+        ahead.go()
+        ahead.push(1.0)
+        assert ahead.hears_nothing(), "it is two ahead, and has to wait"
+        slower.push(1.0)
+        slower.finish()
+        ahead.finish()
+        late.say(Ask(1, 7))
+        assert late.finish().ask == 7
 
 
 def test_the_push_that_completes_a_commit_is_answered_after_it() -> None:

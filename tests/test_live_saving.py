@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from led_by_hand import Hand, batches, cluster_of_hands
 from ledger import Seen, samples, seen_trainee, times_used, train
-from live import Cluster, weights_trainee
+from live import DEADLINE, Cluster, weights_trainee
 
 from paceline.errors import CommError
 from paceline.hosting import HostingSession
@@ -104,23 +105,20 @@ def work(session: ServedSession, own: Trainee) -> None:
     train(session, own.model, samples(COUNT), batch_size=2, epochs=EPOCHS)
 
 
-def work_until_told_to_stop(session: ServedSession, own: Trainee) -> None:
-    with contextlib.suppress(CommError):
-        work(session, own)
-
-
 @pytest.mark.parametrize("policy", ["sync", "k-sync(k=1)", "k-batch-sync(k=4)", "k-batch-async(k=3)", "async"])
 @pytest.mark.parametrize("commits", [1, 2, 4])
 def test_a_run_goes_on_where_its_server_was_stopped(tmp_path: Path, policy: str, commits: int) -> None:
     """With pushes that wait for a commit, and steps under way; every sample is used once an epoch all the same."""
     used = torch.zeros(COUNT)
-    with Watched(tmp_path, seen_trainee(COUNT), policy) as host, host.cluster() as cluster:
-        # Not before all have joined: one that comes later would look for a server that is gone.
-        def stop_when_due() -> None:
-            if len(host.commits) >= commits and len(cluster.server._members) == WORKERS:
-                cluster.stop()
+    all_joined = threading.Barrier(WORKERS)  # one that came later would look for a server that is gone
 
-        host.then = stop_when_due
+    def work_until_told_to_stop(session: ServedSession, own: Trainee) -> None:
+        all_joined.wait(DEADLINE)
+        with contextlib.suppress(CommError):
+            work(session, own)
+
+    with Watched(tmp_path, seen_trainee(COUNT), policy) as host, host.cluster() as cluster:
+        host.then = lambda: cluster.stop() if len(host.commits) >= commits else None
         cluster.run([seen_trainee(COUNT) for _ in range(WORKERS)], work_until_told_to_stop)
     used += torch.tensor(times_used(cluster))
     with Watched(tmp_path, seen_trainee(COUNT), policy, resume=True) as host, host.cluster() as cluster:

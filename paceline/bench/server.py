@@ -240,6 +240,9 @@ class _Host:
     def committed(self, commit: Committed) -> None:
         pass
 
+    def write_down(self) -> None:
+        pass
+
     def save(self, path: Path | None) -> Path | None:
         return None
 

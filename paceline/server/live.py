@@ -69,6 +69,7 @@ class Host(Protocol):
 
     def rate(self) -> float: ...
     def committed(self, commit: Committed) -> None: ...
+    def write_down(self) -> None: ...
     def save(self, path: Path | None) -> Path | None: ...
     def note(self, event: str, values: dict[str, Any]) -> None: ...
 
@@ -150,6 +151,7 @@ class LiveServer:
             if self._shards is not None:
                 self._shards.decided()
             self._vault.catch_up()  # while the workers compute
+            self._host.write_down()
             if not self._members and self._left_at is not None and not self._awaits_more(self._left_at):
                 return True
         for member in self._members.values():
@@ -438,8 +440,7 @@ class LiveServer:
         if member.epochs is not None and member.epochs >= 0:
             taken = self._queue.take(member.rank, member.epochs) if member.epochs else None
             if taken is None:
-                member.idle = True
-                self._do(self._policy.left(self._state, member.rank, now))
+                self._let_rest(member)
                 return
             epoch, batch = taken
         if member.pushed_at is not None:
@@ -450,6 +451,11 @@ class LiveServer:
         tensors = self._parameters_for(member) if fresh else None
         member.figures.bytes_out += self._down_bytes if fresh else 0
         member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch, member.ask), tensors)
+
+    def _let_rest(self, member: Member) -> None:
+        """There is no batch for a member now: rounds go on without it."""
+        member.idle = True
+        self._do(self._policy.left(self._state, member.rank, self._now()))
 
     def _parameters_for(self, member: Member) -> memoryview | None:
         """What has to travel to a member of another host; what of it still waits is copied before the next commit."""
@@ -598,6 +604,8 @@ class LiveServer:
             return
         if any(member.epochs for member in waiting):  # and not only for the newest parameters
             self._do(self._policy.ended(self._state, self._now()))
+            for member in self._held_back():  # for those who wait here, and will not go on before it does
+                self._let_rest(member)
         done = self._without_batches()  # those, and the ones that had waited for the commit
         for member in done:
             member.idle = member.owed = False
@@ -611,11 +619,15 @@ class LiveServer:
             member.peer.send(wire.Finished(self._memory.version, member.ask), self._parameters_for(member))
 
     def _without_batches(self) -> list[Member]:
-        return [
-            member
-            for member in self._members.values()
-            if member.idle and member.epochs is not None and self._queue.finished(member.epochs)
-        ]
+        return [member for member in self._members.values() if member.idle and self._has_used_all(member)]
+
+    def _held_back(self) -> list[Member]:
+        """Those without batches to whom the policy gives no step."""
+        return [self._members[rank] for rank in self._state.waiting if self._has_used_all(self._members[rank])]
+
+    def _has_used_all(self, member: Member) -> bool:
+        """Whether all batches that a member has asked for are used."""
+        return member.epochs is not None and member.epochs >= 0 and self._queue.finished(member.epochs)
 
     def _now(self) -> float:
         return time.monotonic() - self._began
