@@ -85,7 +85,7 @@ def data_dir() -> Path:
 class World:
     """Run a function on n workers that are threads of this process, each with a process group of its own."""
 
-    deadline = 60.0
+    deadline = 200.0
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -97,7 +97,7 @@ class World:
 
         return ProcessGroup(store, rank, workers, timeout, "world")
 
-    def __call__(self, workers: int, work: Callable[[Any], T], *, timeout: float = 20.0) -> list[T]:
+    def __call__(self, workers: int, work: Callable[[Any], T], *, timeout: float = 60.0) -> list[T]:
         """Call ``work(group)`` on every worker and give their results; if one fails, raise its error."""
         store = dist.HashStore()  # type: ignore[attr-defined]
         results: dict[int, T] = {}

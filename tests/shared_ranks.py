@@ -19,7 +19,7 @@ from paceline.collectives.core import SharedGroup
 T = TypeVar("T")
 Array = NDArray[Any]
 
-DEADLINE = 60.0
+DEADLINE = 200.0
 
 
 class DirectoryStore:
@@ -55,7 +55,7 @@ def start_ranks(
     size: int,
     directory: Path,
     *,
-    timeout: float = 20.0,
+    timeout: float = 60.0,
     name: str = "g",
 ) -> list[tuple[threading.Thread, list[T | BaseException]]]:
     """Start some of the group's ranks as threads; each leaves its result, or what it raised."""

@@ -37,7 +37,7 @@ class Gate:
 
     def __call__(self, group: Any) -> None:
         if group.rank() == 0:
-            assert self._open.wait(20)
+            assert self._open.wait(DEADLINE)
 
 
 def test_a_future_has_the_tensors() -> None:
@@ -193,7 +193,7 @@ def test_a_wait_with_a_timeout_comes_back_and_the_call_goes_on() -> None:
                 call.wait(SOON)
             assert not call.is_completed() and not call.is_success() and call.exception() is None
             gate.let_go()
-        assert call.wait(timedelta(seconds=20))
+        assert call.wait(timedelta(seconds=DEADLINE))
         assert own.tolist() == [2] * 5 and call.is_success()
 
     run_groups(work, 2)
@@ -300,7 +300,7 @@ def test_futures_asked_for_by_many_threads_at_once() -> None:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(20)
+                thread.join(DEADLINE)
             assert sums == [2.0] * 8 * (turn + 1)
 
     run_groups(work, 2)
@@ -334,7 +334,7 @@ def test_a_late_rank_fails_the_future() -> None:
 
     def work(group: Any) -> None:
         if group.rank() == 1:
-            assert noticed.wait(20)
+            assert noticed.wait(DEADLINE)
             return
         try:
             reducing(group, torch.ones(3)).get_future().wait()

@@ -258,7 +258,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [*torchrun, str(SCRIPT), str(directory)]
-    ended = subprocess.run(command, capture_output=True, timeout=90, check=False, env=environment, text=True)
+    ended = subprocess.run(command, capture_output=True, timeout=200, check=False, env=environment, text=True)
     assert ended.returncode == 0, ended.stderr
     return [load_file(directory / f"{rank}.safetensors") for rank in (0, 1)]
 

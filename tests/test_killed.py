@@ -17,7 +17,7 @@ from same_bits import assert_same, metrics_of
 from paceline.cli import main
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 
 # Dropout and batch normalisation: a step that is taken twice, or by half, shows.
 PROBLEM = """

@@ -19,7 +19,7 @@ from same_bits import assert_same, metrics_of
 
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.processes
 
 SAVE_EVERY = 3
 

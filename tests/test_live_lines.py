@@ -21,8 +21,6 @@ from paceline.server.listening import Listener, sealing_to
 from paceline.server.sockets import listen
 from paceline.server.work_queue import WorkQueue
 
-pytestmark = pytest.mark.timeout(60)
-
 LARGE = 4_000_000  # numbers: more than the buffers of a connection take
 COUNT = 24
 

@@ -26,8 +26,6 @@ from paceline.server.messages import Leave
 from paceline.server.vault import read_note
 from paceline.trainee import Trainee
 
-pytestmark = pytest.mark.timeout(60)
-
 COUNT = 24
 
 

@@ -7,8 +7,6 @@ from led_by_hand import batches, cluster_of_hands
 
 from paceline.server.messages import Ask, Batch, Finished, Leave, More, Skip
 
-pytestmark = pytest.mark.timeout(40)
-
 
 def test_the_push_that_completes_a_commit_is_answered_after_it() -> None:
     with cluster_of_hands("k-async(k=2)", 3) as (_, (first, second, third)):

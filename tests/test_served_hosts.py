@@ -92,7 +92,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> str:
-    out, _ = process.communicate(timeout=90)
+    out, _ = process.communicate(timeout=200)
     assert process.returncode == code, out
     return out
 

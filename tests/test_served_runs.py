@@ -19,7 +19,7 @@ from paceline.launch.culprit import SERVER
 from paceline.launch.service import ServerOptions
 from paceline.launch.streams import Screen
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.processes
 
 NEEDED = ServerOptions(needed=True)
 RESPAWN = ServerOptions(needed=True, respawn=True)

@@ -17,7 +17,7 @@ from workbench import Bench, workbench
 
 from paceline.launch.supervisor import supervise
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from paceline.launch import guard, supervisor
 from paceline.launch.store import HostedStore
 from paceline.launch.supervisor import supervise
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
@@ -257,7 +257,6 @@ def test_an_error_while_saving_is_shown(bench: Bench) -> None:
     assert "OSError: disk full" in ended.err
 
 
-@pytest.mark.timeout(10)
 def test_a_signal_that_takes_longer_than_a_look_at_the_workers_is_survived(bench: Bench) -> None:
     """As it does while torch is being imported; some queues then wait for ever."""
     before = signal.signal(signal.SIGUSR1, lambda *_: time.sleep(0.2))
