@@ -69,9 +69,9 @@ def living(mark: str) -> list[int]:
     return found
 
 
-def wait_until_gone(mark: str) -> None:
-    """Wait until no process carries the mark."""
-    end = time.monotonic() + DEADLINE
-    while left := living(mark):
-        assert time.monotonic() < end, f"processes {left} were left behind"
+def wait_until_gone(mark: str, seconds: float = DEADLINE) -> list[int]:
+    """Wait until no process carries the mark; those that still do after so long are given."""
+    end = time.monotonic() + seconds
+    while (left := living(mark)) and time.monotonic() < end:
         time.sleep(0.01)
+    return left

@@ -161,7 +161,7 @@ def kill_at_random(training: Training, dice: random.Random, *, workers: int, sup
             with contextlib.suppress(ProcessLookupError):  # one dies of another's death
                 os.kill(victim, signal.SIGKILL)
         assert process.wait(DEADLINE) == -signal.SIGKILL, "it ended before it was killed"
-        wait_until_gone(mark)
+        assert wait_until_gone(mark) == []
 
 
 @pytest.mark.parametrize(("command", "supervisor_alone"), [("train", False), ("run", True)])
