@@ -15,9 +15,10 @@ from torch import Tensor
 pytest.importorskip("paceline.native._core", reason="the compiled module was not built")
 
 from backend_ranks import options, outcomes_of, run_groups
-from shared_ranks import DEADLINE, start_process
+from shared_ranks import DEADLINE, hurried, start_process
 
 from paceline.errors import CommError, UsageError
+from paceline.native import _core
 
 SOON = timedelta(milliseconds=30)
 
@@ -316,7 +317,7 @@ def test_no_thread_stays() -> None:
         group.barrier().wait()
 
     run_groups(work, 2)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_synchronous_calls_run_behind_asynchronous_ones() -> None:
@@ -329,7 +330,7 @@ def test_synchronous_calls_run_behind_asynchronous_ones() -> None:
     run_groups(work, 2)
 
 
-def test_a_late_rank_fails_the_future() -> None:
+def test_a_late_rank_fails_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
     noticed = threading.Event()
 
     def work(group: Any) -> None:
@@ -341,7 +342,8 @@ def test_a_late_rank_fails_the_future() -> None:
         finally:
             noticed.set()
 
-    failed, _ = outcomes_of(work, 2, timeout=0.3)
+    monkeypatch.setattr(_core, "join", hurried(0.3))
+    failed, _ = outcomes_of(work, 2)
     assert isinstance(failed, RuntimeError) and "rank 0 waited 0.3" in str(failed) and "for rank 1" in str(failed)
 
 

@@ -181,7 +181,7 @@ def test_passes_without_gradients_exchange_nothing_and_disturb_nothing(
             found.append(gradient_of(model))
         return found
 
-    assert world(2, work, timeout=3) == [[1.5] * 3] * 2
+    assert world(2, work) == [[1.5] * 3] * 2
 
 
 def test_training_in_eval_mode_averages_as_pytorch_does(world: World) -> None:
