@@ -29,15 +29,21 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def local(cluster: Cluster, rank: int) -> Hand:
+    return Hand(cluster, rank, model=Weights(LARGE))
+
+
 def remote(cluster: Cluster, rank: int) -> Hand:
-    return Hand(cluster, rank, model=Weights(LARGE), address=cluster.tcp_address)
+    """A worker whose kernel takes little for it: left alone, buffers grow by what was read before, perhaps to LARGE."""
+    hand = Hand(cluster, rank, model=Weights(LARGE), address=cluster.tcp_address)
+    hand.line._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
+    return hand
 
 
 @pytest.mark.parametrize("over_tcp", [False, True])
 def test_a_worker_that_reads_nothing_keeps_nobody_waiting_and_gets_whole_versions(over_tcp: bool) -> None:
     with Cluster("async", weights_trainee(LARGE)) as cluster:
-        address = cluster.tcp_address if over_tcp else cluster.address
-        slow, quick = (Hand(cluster, rank, model=Weights(LARGE), address=address) for rank in range(2))
+        slow, quick = ((remote if over_tcp else local)(cluster, rank) for rank in range(2))
         quick.ask()
         slow.ask()
         slow.push(1.0)
