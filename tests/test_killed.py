@@ -39,7 +39,7 @@ def problem():
         global steps
         steps += outputs.requires_grad
         if outputs.requires_grad and steps > 60 and "TO_BE_ENDED" in os.environ:
-            time.sleep(0.5)
+            time.sleep(1.0)
         return digits.loss(outputs, targets)
     return replace(digits, make_model=make_model, loss=loss)
 """
