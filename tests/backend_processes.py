@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-DEADLINE = 60.0
+DEADLINE = 200.0
 TESTS = Path(__file__).parent
 
 Program = Callable[..., Any]
@@ -29,7 +29,7 @@ def _processes() -> Any:
     return context
 
 
-def join_world(directory: Path, rank: int, size: int, *, backend: str = "paceline", timeout: float = 30.0) -> None:
+def join_world(directory: Path, rank: int, size: int, *, backend: str = "paceline", timeout: float = 100.0) -> None:
     """Call ``init_process_group``, with a file as the store."""
     import torch.distributed as dist
 

@@ -27,7 +27,7 @@ LAYOUTS = ("dense", "offset", "strided", "column")
 
 
 def outcomes_of(
-    work: Callable[[Any], T], size: int, *, timeout: float = 20.0, name: str = "g", store: Any = None
+    work: Callable[[Any], T], size: int, *, timeout: float = 60.0, name: str = "g", store: Any = None
 ) -> list[T | BaseException]:
     """Run ``work(group)`` on every rank, and give what each returned or raised."""
     store = store or dist.HashStore()  # type: ignore[attr-defined]

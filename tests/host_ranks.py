@@ -16,7 +16,7 @@ from paceline.collectives.two_level import TwoLevelGroup
 T = TypeVar("T")
 
 
-def outcomes_on(hosts: Sequence[str], work: Callable[[Any], T], timeout: float = 20.0) -> list[T | BaseException]:
+def outcomes_on(hosts: Sequence[str], work: Callable[[Any], T], timeout: float = 60.0) -> list[T | BaseException]:
     """Run ``work(group)`` on one rank per name of a host, and give what each returned or raised."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     results: dict[int, T | BaseException] = {}
@@ -40,7 +40,7 @@ def outcomes_on(hosts: Sequence[str], work: Callable[[Any], T], timeout: float =
     return [results[rank] for rank in range(len(hosts))]
 
 
-def on_hosts(hosts: Sequence[str], work: Callable[[Any], T], timeout: float = 20.0) -> list[T]:
+def on_hosts(hosts: Sequence[str], work: Callable[[Any], T], timeout: float = 60.0) -> list[T]:
     """Run ``work(group)`` on one rank per name of a host; give what they return, or raise what one of them raised."""
     results = []
     for outcome in outcomes_on(hosts, work, timeout):

@@ -34,7 +34,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 TOKEN = bytes(range(32))
-DEADLINE = 20.0  # seconds: who takes longer hangs
+DEADLINE = 100.0  # seconds: who takes longer hangs
 NO_LOSS = float("nan")
 
 

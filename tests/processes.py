@@ -17,7 +17,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(Path(paceline.__file__).parent.parent),
     "OMP_NUM_THREADS": "1",  # bits depend on the number of threads
 }
-DEADLINE = 60.0
+DEADLINE = 200.0
 MARK = "PACELINE_TEST_MARK"
 
 
@@ -69,9 +69,9 @@ def living(mark: str) -> list[int]:
     return found
 
 
-def wait_until_gone(mark: str, seconds: float = 10.0) -> None:
-    """Wait until no process carries the mark."""
+def wait_until_gone(mark: str, seconds: float = DEADLINE) -> list[int]:
+    """Wait until no process carries the mark; those that still do after so long are given."""
     end = time.monotonic() + seconds
-    while left := living(mark):
-        assert time.monotonic() < end, f"processes {left} were left behind"
+    while (left := living(mark)) and time.monotonic() < end:
         time.sleep(0.01)
+    return left

@@ -29,8 +29,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 Program = Callable[[Path], dict[str, Tensor]]
 
-DEADLINE = 110.0
-GROUP_TIMEOUT = timedelta(seconds=30)
+DEADLINE = 280.0
+GROUP_TIMEOUT = timedelta(seconds=200)
 
 
 class Launch:

@@ -19,6 +19,6 @@ from backend_processes import TESTS
 def test_a_program_may_end_without_destroying_its_groups(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(TESTS / "backend_endings.py"), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
     assert ended.stdout.splitlines() == [f"{name} [0, 0]" for name in ENDINGS], ended.stderr
     assert ended.stderr == ""

@@ -15,9 +15,10 @@ from torch import Tensor
 pytest.importorskip("paceline.native._core", reason="the compiled module was not built")
 
 from backend_ranks import options, outcomes_of, run_groups
-from shared_ranks import DEADLINE, start_process
+from shared_ranks import DEADLINE, hurried, start_process
 
 from paceline.errors import CommError, UsageError
+from paceline.native import _core
 
 SOON = timedelta(milliseconds=30)
 
@@ -37,7 +38,7 @@ class Gate:
 
     def __call__(self, group: Any) -> None:
         if group.rank() == 0:
-            assert self._open.wait(20)
+            assert self._open.wait(DEADLINE)
 
 
 def test_a_future_has_the_tensors() -> None:
@@ -193,7 +194,7 @@ def test_a_wait_with_a_timeout_comes_back_and_the_call_goes_on() -> None:
                 call.wait(SOON)
             assert not call.is_completed() and not call.is_success() and call.exception() is None
             gate.let_go()
-        assert call.wait(timedelta(seconds=20))
+        assert call.wait(timedelta(seconds=DEADLINE))
         assert own.tolist() == [2] * 5 and call.is_success()
 
     run_groups(work, 2)
@@ -300,7 +301,7 @@ def test_futures_asked_for_by_many_threads_at_once() -> None:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(20)
+                thread.join(DEADLINE)
             assert sums == [2.0] * 8 * (turn + 1)
 
     run_groups(work, 2)
@@ -316,7 +317,7 @@ def test_no_thread_stays() -> None:
         group.barrier().wait()
 
     run_groups(work, 2)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_synchronous_calls_run_behind_asynchronous_ones() -> None:
@@ -329,19 +330,20 @@ def test_synchronous_calls_run_behind_asynchronous_ones() -> None:
     run_groups(work, 2)
 
 
-def test_a_late_rank_fails_the_future() -> None:
+def test_a_late_rank_fails_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
     noticed = threading.Event()
 
     def work(group: Any) -> None:
         if group.rank() == 1:
-            assert noticed.wait(20)
+            assert noticed.wait(DEADLINE)
             return
         try:
             reducing(group, torch.ones(3)).get_future().wait()
         finally:
             noticed.set()
 
-    failed, _ = outcomes_of(work, 2, timeout=0.3)
+    monkeypatch.setattr(_core, "join", hurried(0.3))
+    failed, _ = outcomes_of(work, 2)
     assert isinstance(failed, RuntimeError) and "rank 0 waited 0.3" in str(failed) and "for rank 1" in str(failed)
 
 

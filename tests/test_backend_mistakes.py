@@ -19,9 +19,11 @@ from torch._C._distributed_c10d import _DistributedBackendOptions, _make_nccl_pr
 pytest.importorskip("paceline.native._core", reason="the compiled module was not built")
 
 from backend_ranks import options, outcomes_of, run_groups
+from shared_ranks import DEADLINE, hurried
 
 from paceline.collectives.backend import ProcessGroup, create
 from paceline.errors import CommError, UsageError
+from paceline.native import _core
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 Call = Callable[[Any], Any]
@@ -179,7 +181,7 @@ def test_a_rank_that_raises_and_leaves_is_named() -> None:
         )
 
 
-def test_a_late_rank_is_named() -> None:
+def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     noticed = threading.Barrier(3)
 
     def work(group: Any) -> None:
@@ -187,9 +189,10 @@ def test_a_late_rank_is_named() -> None:
             if group.rank() != 2:
                 group.allreduce([torch.zeros(10)]).wait()
         finally:
-            noticed.wait(20)
+            noticed.wait(DEADLINE)
 
-    for outcome in outcomes_of(work, 3, timeout=0.3)[:2]:
+    monkeypatch.setattr(_core, "join", hurried(0.3))
+    for outcome in outcomes_of(work, 3)[:2]:
         assert isinstance(outcome, CommError)
         assert re.search(r"waited 0\.3 s for rank 2 \(process \d+\) in all_reduce\(10 float32, sum\)", str(outcome))
 
@@ -223,7 +226,7 @@ def test_a_part_of_the_world_is_named_by_its_ranks() -> None:
     def be(rank: int) -> str:
         place = _DistributedBackendOptions()
         place.store, place.group_rank, place.group_size = store, rank, 2
-        place.timeout, place.group_id, place.global_ranks_in_group = timedelta(seconds=20), "g", [1, 3]
+        place.timeout, place.group_id, place.global_ranks_in_group = timedelta(seconds=DEADLINE), "g", [1, 3]
         group = create(place, None)
         assert group.group_name == "g"
         if rank == 1:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("paceline.native._core", reason="the compiled module was not built")
 
 import backend_programs as programs
-from backend_processes import Program, result_of, run_processes, started, wait_for
+from backend_processes import DEADLINE, Program, result_of, run_processes, started, wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -60,7 +60,7 @@ def test_a_slow_rank_is_waited_for_and_then_named(tmp_path: Path) -> None:
     assert late == ["", ""]
     for now, later in first, third:
         for message in now, later:
-            assert re.search(r"rank \d waited 1 s for rank 1 \(process \d+\) in all_reduce\(4 float32, sum\)", message)
+            assert re.search(r"rank \d waited 3 s for rank 1 \(process \d+\) in all_reduce\(4 float32, sum\)", message)
 
 
 def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:
@@ -88,4 +88,7 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
         assert set(descriptors[1:]) == {descriptors[0]} and set(mappings) == {0}
         assert min(threads[-5:]) == 1  # the system may show one for a moment after its end
     kill_one(programs.mixed_until_failure, tmp_path / "killed", 99)
-    assert shared_memory() == before
+    left, end = shared_memory() - before, time.monotonic() + DEADLINE
+    while left & shared_memory() and time.monotonic() < end:
+        time.sleep(0.1)  # what other processes have made meanwhile goes when they go
+    assert not left & shared_memory()

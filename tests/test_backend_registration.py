@@ -21,7 +21,7 @@ pytestmark = pytest.mark.processes
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     head = f"import sys; sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent)!r}]\n"
     command = [sys.executable, "-W", "error", "-c", head + code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 FIRST = """

@@ -13,7 +13,7 @@ from backend_processes import run_processes
 from backend_soak import soak
 
 ROUNDS = int(os.environ.get("PACELINE_SOAK_ROUNDS", "1500"))
-DEADLINE = 60 + ROUNDS / 20
+DEADLINE = 200 + ROUNDS / 20
 
 
 @pytest.mark.processes

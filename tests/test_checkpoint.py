@@ -231,7 +231,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         ["unshare", "-m", sys.executable, "-c", REALLY_FULL, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         env={**os.environ, "PYTHONPATH": str(Path(paceline.__file__).parent.parent)},
     )
     if found.returncode == 77 or "unshare" in found.stderr:

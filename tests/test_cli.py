@@ -300,7 +300,7 @@ finally:
 @pytest.mark.processes
 def test_help_does_not_wait_for_torch() -> None:
     found = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=200, env=ENVIRONMENT
     )
     assert (found.returncode, found.stderr) == (0, "")
 
@@ -308,7 +308,7 @@ def test_help_does_not_wait_for_torch() -> None:
 @pytest.mark.processes
 def test_python_m_is_the_command() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "paceline", "--help"], capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+        [sys.executable, "-m", "paceline", "--help"], capture_output=True, text=True, timeout=200, env=ENVIRONMENT
     )
     assert found.returncode == 0
     assert "Usage: " in found.stdout

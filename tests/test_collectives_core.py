@@ -404,7 +404,7 @@ def test_soak_on_two_groups(tmp_path: Path) -> None:
         from shared_ranks import DirectoryStore
 
         store = DirectoryStore(tmp_path)
-        with SharedGroup(store, size - 1 - first.rank, size, timeout=20, name="second") as second:
+        with SharedGroup(store, size - 1 - first.rank, size, timeout=60, name="second") as second:
             draw, pending = random.Random(1), list[Callable[[], None]]()
             for _ in range(rounds):
                 group = draw.choice([first, second])

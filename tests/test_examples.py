@@ -10,7 +10,7 @@ import pytest
 from conftest import REPOSITORY
 from processes import ENVIRONMENT
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 
 SCRIPT = str(REPOSITORY / "examples" / "digits.py")
 
@@ -22,7 +22,7 @@ SCRIPT = str(REPOSITORY / "examples" / "digits.py")
 )
 def test_the_loop_of_the_readme_learns(command: list[str], steps: int) -> None:
     ended = subprocess.run(
-        [sys.executable, *command], capture_output=True, check=False, env=ENVIRONMENT, text=True, timeout=100
+        [sys.executable, *command], capture_output=True, check=False, env=ENVIRONMENT, text=True, timeout=200
     )
     assert ended.returncode == 0, ended.stderr
     found = re.search(r"(\d+) steps, last loss ([\d.]+)", ended.stdout)

@@ -9,15 +9,13 @@ import pytest
 import torch
 from led_by_hand import Hand, wait_until_read
 from ledger import Ledger, Seen, samples, seen_trainee, times_used, train
-from live import Cluster
+from live import DEADLINE, Cluster
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.errors import UsageError
 from paceline.served import ServedSession
 from paceline.trainee import Trainee
-
-pytestmark = pytest.mark.timeout(40)
 
 COUNT = 12
 
@@ -42,7 +40,7 @@ class Pair:
         self.advance()
         client = self.session._client
         assert client._line is not None
-        client._line.wait(5)
+        client._line.wait(DEADLINE)
 
     def compute(self, places: Tensor, *, accumulate: bool = False, overtaken: bool = False) -> bool:
         """One block; whether it was cancelled."""

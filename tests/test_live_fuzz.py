@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-import pytest
 from led_by_hand import DATA, Hand
 from live import DEADLINE, TOKEN, Cluster, Weights, host_and_port
 from test_channel import in_line, receive
@@ -41,8 +40,6 @@ from paceline.server.messages import (
     Skip,
 )
 from paceline.server.wire import encode
-
-pytestmark = pytest.mark.timeout(100)
 
 Frames = list[bytes]
 MODEL = tuple(Described(*entry) for entry in ModelLayouts.describe(Weights()))

@@ -12,8 +12,6 @@ from torch.optim import SGD
 from paceline.server.messages import Warned
 from paceline.trainee import Trainee
 
-pytestmark = pytest.mark.timeout(40)
-
 
 def trainee_of(model: nn.Module) -> Trainee:
     return Trainee(model=model, optimizers=[SGD(model.parameters(), lr=1.0)])

@@ -11,8 +11,6 @@ from live import Cluster
 
 from paceline.server.messages import Ask, Leave, Push, Skip, Unknown
 
-pytestmark = pytest.mark.timeout(40)
-
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:

@@ -20,8 +20,6 @@ from paceline.data.sampler import ShardedSampler
 from paceline.served import ServedSession
 from paceline.trainee import Trainee
 
-pytestmark = pytest.mark.timeout(40)
-
 WORKERS, BATCH, EPOCHS, SEED = 3, 4, 3, 5
 SAMPLES = 26  # an epoch is rounds of 3 batches of 4, and a last round of one batch of 2
 DATA = TensorDataset(torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1)), torch.arange(SAMPLES) % 3)

@@ -17,8 +17,6 @@ from paceline.served import ServedSession
 from paceline.server.live import Committed
 from paceline.trainee import Trainee
 
-pytestmark = pytest.mark.timeout(40)
-
 WORKERS, SAMPLES, BATCH, EPOCHS = 3, 50, 4, 3
 BATCHES = math.ceil(SAMPLES / BATCH)
 

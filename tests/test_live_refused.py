@@ -33,8 +33,6 @@ from paceline.server.messages import (
     Welcome,
 )
 
-pytestmark = pytest.mark.timeout(40)
-
 HUGE = 2**64 - 1
 
 

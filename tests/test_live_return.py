@@ -26,8 +26,6 @@ from paceline.server.messages import Leave
 from paceline.server.vault import read_note
 from paceline.trainee import Trainee
 
-pytestmark = pytest.mark.timeout(60)
-
 COUNT = 24
 
 
@@ -46,8 +44,12 @@ class Network:
         while True:
             try:
                 near, _ = self._door.accept()
+            except OSError:
+                return
+            try:
                 far = socket.create_connection(self._target)
             except OSError:
+                near.close()
                 return
             self._ends += [near, far]
             self.connections += 1
@@ -66,9 +68,11 @@ class Network:
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
 
-    def cut(self) -> None:
+    def cut(self) -> bool:
+        """Cut all connections; whether there were any."""
         ends, self._ends = self._ends, []
         self._end(*ends)
+        return bool(ends)
 
     def close(self) -> None:
         self._end(self._door)
@@ -130,12 +134,19 @@ def test_a_worker_comes_back_after_computing(cluster: Cluster, network: Network,
 @pytest.mark.parametrize("policy", ["sync", "k-sync(k=2)", "k-batch-async(k=3)", "ssp(bound=1)"])
 def test_connections_that_are_lost_again_and_again(policy: str) -> None:
     workers, epochs = 3, 6
+    begun = threading.Event()  # with the cutting: nobody is done before that
     done = threading.Event()  # of the first: nobody is cut off while leaving, for then the server would not hear of it
+    one_at_a_time = threading.Lock()  # a cut, or being done
     all_done = threading.Barrier(workers)  # the server would end when the first has left and the others are cut off
 
+    def before_step() -> None:
+        assert begun.wait(DEADLINE)
+        time.sleep(0.005)
+
     def work(session: ServedSession, own: Trainee) -> None:
-        train(session, own.model, samples(COUNT), batch_size=2, epochs=epochs, before_step=lambda: time.sleep(0.005))
-        done.set()
+        train(session, own.model, samples(COUNT), batch_size=2, epochs=epochs, before_step=before_step)
+        with one_at_a_time:
+            done.set()
         all_done.wait(DEADLINE)
 
     with Cluster(policy, seen_trainee(COUNT), workers=workers) as cluster:
@@ -149,7 +160,9 @@ def test_connections_that_are_lost_again_and_again(policy: str) -> None:
         def cut() -> None:
             source = random.Random(3)
             while not done.wait(0.05):
-                source.choice(networks).cut()
+                with one_at_a_time:
+                    if not done.is_set() and source.choice(networks).cut():
+                        begun.set()
 
         cutting = threading.Thread(target=cut)
         cutting.start()

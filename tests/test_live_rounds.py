@@ -7,8 +7,6 @@ from led_by_hand import DATA, batches, cluster_of_hands
 
 from paceline.server.messages import Ask, Batch, Finished, Leave, More, Skip
 
-pytestmark = pytest.mark.timeout(40)
-
 
 def test_who_is_ahead_of_those_that_have_finished_has_finished_too() -> None:
     with cluster_of_hands("ssp(bound=1)", 3) as (_, (ahead, slower, late)):

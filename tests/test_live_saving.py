@@ -27,8 +27,6 @@ from paceline.server.messages import Data, Record, Save, Saved
 from paceline.server.work_queue import WorkQueue
 from paceline.trainee import Trainee
 
-pytestmark = pytest.mark.timeout(40)
-
 WORKERS, COUNT, EPOCHS = 2, 12, 3
 
 

@@ -20,8 +20,6 @@ from paceline.errors import NonFiniteLossError, UsageError
 from paceline.served import ServedSession
 from paceline.trainee import Trainee
 
-pytestmark = pytest.mark.timeout(40)
-
 DATA = TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(1)), torch.arange(12.0))
 
 

@@ -15,8 +15,6 @@ from paceline.served import ServedSession
 from paceline.server.messages import Averaged, Finished, Leave, Mean
 from paceline.trainee import Trainee
 
-pytestmark = pytest.mark.timeout(40)
-
 COUNT = 24
 
 

@@ -166,7 +166,7 @@ def test_workers_whose_data_ends_early_go_along_without_weight(world: World, len
 
 def test_a_worker_without_any_data_is_told(world: World) -> None:
     with pytest.raises(UsageError, match="gave no batch at all"):
-        world(2, lambda group: take(group, lambda rank: Counting(0, 3 * rank), batch_size=1), timeout=2)
+        world(2, lambda group: take(group, lambda rank: Counting(0, 3 * rank), batch_size=1))
 
 
 class Batch:
@@ -203,7 +203,7 @@ def test_batches_of_any_kind_train_or_are_refused(world: World, kind: str) -> No
         return model.weight.item()
 
     try:
-        assert world(2, work, timeout=3) == [0.25, 0.25]
+        assert world(2, work) == [0.25, 0.25]
     except UsageError as error:
         assert "examples" in str(error)
 
@@ -248,7 +248,7 @@ def test_a_loader_on_another_number_of_workers_covers_the_epoch_or_is_refused(
 
     seen = world(before, lambda group: take(group, source, file=file, stop=2))
     try:
-        rest = world(after, lambda group: take(group, source, file=file, resume=True), timeout=3)
+        rest = world(after, lambda group: take(group, source, file=file, resume=True))
     except (UsageError, CheckpointError):
         return
     assert sorted(flat(seen) + flat(rest)) == list(range(24))
@@ -263,7 +263,7 @@ def test_iterables_of_other_lengths_are_resumed(world: World, lengths: tuple[int
         return Counting(100 * rank, lengths[rank])
 
     seen = world(2, lambda group: take(group, source, batch_size=1, file=file, stop=4))
-    rest = world(2, lambda group: take(group, source, batch_size=1, file=file, resume=True), timeout=3)
+    rest = world(2, lambda group: take(group, source, batch_size=1, file=file, resume=True))
     assert sorted(flat(seen) + flat(rest)) == [*range(lengths[0]), *range(100, 100 + lengths[1])]
     assert [len(worker) for worker in rest] == [2, 2]
 
@@ -280,5 +280,5 @@ def test_loaders_whose_generators_differ_by_worker_are_not_resumed(world: World,
     whole = world(2, lambda group: take(group, source))
     world(2, lambda group: take(group, source, file=file, stop=2))
     with pytest.raises(UsageError, match="generator of its own"):
-        world(2, lambda group: take(group, source, file=file, resume=True), timeout=3)
+        world(2, lambda group: take(group, source, file=file, resume=True))
     assert flat(whole) == list(range(24))

@@ -74,7 +74,7 @@ def test_skipping_needs_the_loss_before_backward(world: World) -> None:
 
 @pytest.mark.parametrize("on_nan", ["skip", "stop"])
 def test_the_loss_of_borrowed_data_is_nobodys_concern(world: World, on_nan: str) -> None:
-    found = world(2, lambda group: lose(group, on_nan, bad={(1, 1)}, weightless=1), timeout=3)
+    found = world(2, lambda group: lose(group, on_nan, bad={(1, 1)}, weightless=1))
     assert found == [(["done"] * 3, 0.25)] * 2
 
 
@@ -92,7 +92,7 @@ def test_nor_is_that_of_one_micro_batch(world: World, on_nan: Any, block: int) -
                     backward(loss)
         return step.skipped, model.weight.item()
 
-    first, second = world(2, work, timeout=3)
+    first, second = world(2, work)
     assert first == second
     assert not first[0] and first[1] < 0.75
 
@@ -164,7 +164,7 @@ def test_no_worker_skips_alone(world: World) -> None:
             return type(error).__name__, model.weight.item()
         return "skipped" if step.skipped else "done", model.weight.item()
 
-    first, second = world(2, work, timeout=3)
+    first, second = world(2, work)
     assert second[0] in ("NonFiniteLossError", "CommError") or first == second
 
 

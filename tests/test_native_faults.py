@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import subprocess
+import threading
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -19,11 +20,21 @@ import pytest
 
 pytest.importorskip("paceline.native._core", reason="the compiled module was not built")
 
-from shared_ranks import DEADLINE, DirectoryStore, address, outcomes, run_ranks, start_process, start_ranks
+from shared_ranks import (
+    DEADLINE,
+    DirectoryStore,
+    address,
+    hurried,
+    outcomes,
+    run_ranks,
+    start_process,
+    start_ranks,
+)
 
 from paceline.collectives.core import SharedGroup
 from paceline.collectives.segment import host_identity, memory_objection
 from paceline.errors import CommError
+from paceline.native import _core
 
 NOTICE_SECONDS = 2.0  # that a death may go unnoticed
 
@@ -120,20 +131,23 @@ def failure_of(call: Callable[[], object]) -> str:
     return str(error.value)
 
 
-def test_a_late_rank_is_named(tmp_path: Path) -> None:
+def test_a_late_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third rank waits for the second, and still names the first, for which both wait."""
+    noticed = threading.Event()
 
     def work(group: SharedGroup) -> str:
-        group.barrier()
         array = np.ones(100_000)
         if group.rank == 0:
-            time.sleep(1.0)
-        return failure_of(lambda: group.all_reduce(address(array), array.size, "float64", "sum"))
+            assert noticed.wait(DEADLINE)
+        message = failure_of(lambda: group.all_reduce(address(array), array.size, "float64", "sum"))
+        noticed.set()
+        return message
 
-    for message in run_ranks(work, 3, tmp_path, timeout=0.3):
+    monkeypatch.setattr(_core, "join", hurried(0.3))
+    for message in run_ranks(work, 3, tmp_path):
         assert re.search(
             r"rank [12] waited 0\.3 s for rank 0 \(process \d+\) in all_reduce\(100000 float64, sum\), "
-            r"collective 2 of group 'g'",
+            r"collective 1 of group 'g'",
             message,
         ), message
 
@@ -144,31 +158,39 @@ def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
             time.sleep(0.4)
         group.barrier()
 
-    run_ranks(work, 2, tmp_path, timeout=10)
+    run_ranks(work, 2, tmp_path)
 
 
-def test_a_late_message_is_named(tmp_path: Path) -> None:
+def test_a_late_message_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noticed = threading.Event()
+
     def work(group: SharedGroup) -> str:
         if group.rank == 1:
-            time.sleep(0.6)
+            assert noticed.wait(DEADLINE)
             return failure_of(group.barrier)
         array = np.ones(4)
-        return failure_of(lambda: group.receive(address(array), 4, "float64", 1))
+        message = failure_of(lambda: group.receive(address(array), 4, "float64", 1))
+        noticed.set()
+        return message
 
-    for message in run_ranks(work, 2, tmp_path, timeout=0.2):
+    monkeypatch.setattr(_core, "join", hurried(0.2))
+    for message in run_ranks(work, 2, tmp_path):
         assert "rank 0 waited 0.2 s for a message from rank 1" in message
         assert "receive(4 float64) of group 'g'" in message
 
 
 def test_a_ticket_not_done_in_time_may_be_waited_for_again(tmp_path: Path) -> None:
+    looked = threading.Event()
+
     def work(group: SharedGroup) -> None:
         if group.rank == 1:
-            time.sleep(0.3)
+            assert looked.wait(DEADLINE)
         ticket = group.barrier(async_=True)
         assert ticket is not None
         if group.rank == 0:
             assert not ticket.wait(0.01)
             assert not ticket.done()
+            looked.set()
         assert ticket.wait()
 
     run_ranks(work, 2, tmp_path)
@@ -345,11 +367,17 @@ def waiting_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+def state_of(process: int) -> str:
+    """What a process does, as a letter of the system's: R while it computes, S while it sleeps."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 @pytest.mark.processes
 def test_an_interrupted_rank_ends_and_is_named(waiting_process: subprocess.Popen[str], tmp_path: Path) -> None:
     def work(group: SharedGroup) -> str:
         assert waiting_process.stdout is not None and waiting_process.stdout.readline() == "here\n"
-        time.sleep(0.2)
+        while state_of(waiting_process.pid) != "S":  # asleep, which it is in the barrier alone
+            time.sleep(0.001)
         waiting_process.send_signal(signal.SIGINT)
         _, err = waiting_process.communicate(timeout=DEADLINE)
         assert "KeyboardInterrupt" in err
@@ -426,11 +454,12 @@ def test_nothing_stays_open_or_mapped(tmp_path: Path) -> None:
     threads = num_threads()
     for turn in range(3):
         run_ranks(work, 3, tmp_path, name=f"g{turn}")
-    assert (open_files(), mapped()) == before
-    end = time.monotonic() + 5
+    # Threads that earlier tests have left may end meanwhile, and close what they have.
+    assert open_files() <= before[0] and mapped() <= before[1]
+    end = time.monotonic() + DEADLINE
     while num_threads() > threads and time.monotonic() < end:
         time.sleep(0.01)  # the system may show a thread for a moment after its end
-    assert num_threads() == threads
+    assert num_threads() <= threads
 
 
 def test_nothing_stays_open_after_a_start_that_failed(tmp_path: Path) -> None:
@@ -438,7 +467,7 @@ def test_nothing_stays_open_after_a_start_that_failed(tmp_path: Path) -> None:
     before = open_files()
     with pytest.raises(CommError):
         SharedGroup(DirectoryStore(tmp_path), 0, 2, timeout=0.05)
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_freed_memory_goes_back_while_the_group_lives(tmp_path: Path) -> None:
@@ -486,14 +515,17 @@ def test_a_closed_group_says_so(tmp_path: Path) -> None:
 
 
 def test_closing_ends_calls_of_other_threads(tmp_path: Path) -> None:
+    closed = threading.Event()
+
     def work(group: SharedGroup) -> str:
         group.barrier()
         if group.rank == 1:
-            time.sleep(0.5)
+            assert closed.wait(DEADLINE)
             return ""
         ticket = group.barrier(async_=True)
         assert ticket is not None and not ticket.wait(0.05)
         group.close()
+        closed.set()
         return failure_of(ticket.wait)
 
     assert run_ranks(work, 2, tmp_path)[0] == "group 'g' is closed"

@@ -238,7 +238,7 @@ def test_numbers_of_examples_that_are_none_are_refused(world: World, examples: A
         with session, pytest.raises(UsageError, match="examples"), session.step(examples=examples):
             backward(model(torch.ones(1, 2)).sum())
 
-    world(2, work, timeout=TIMEOUT)
+    world(2, work)
 
 
 def test_a_session_that_was_closed_leaves_the_model_to_the_next(world: World) -> None:

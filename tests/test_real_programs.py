@@ -16,7 +16,7 @@ from paceline import native
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(300),  # the first test runs the programs of all, some of which compile
+    pytest.mark.timeout(1200),  # the first test runs the programs of all, some of which compile
     pytest.mark.skipif(not native.available(), reason="without the compiled module the backend is Gloo itself"),
 ]
 

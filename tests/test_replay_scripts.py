@@ -50,7 +50,6 @@ def record(policy: str, *arguments: str, workers: int = 2, **variables: str) -> 
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_a_script_replays_to_the_last_bit_and_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the script prints is the same too: cancelled steps are cancelled again, and means are the same."""
     monkeypatch.chdir(tmp_path)
@@ -76,7 +75,6 @@ def test_a_script_replays_to_the_last_bit_and_is_looked_at(tmp_path: Path, monke
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_a_script_that_depends_on_the_time_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     record("sync", "clock", workers=1)

@@ -72,7 +72,6 @@ def owner(run: Path, kind: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_a_killed_owner_frees_its_run_though_a_child_of_it_lives(tmp_path: Path) -> None:
     with owner(tmp_path / "run", "fork") as (process, child):
         with pytest.raises(RunInUseError, match=f"process {process.pid} "):

@@ -15,7 +15,7 @@ from recorded import problem_file
 from paceline.record.trace import Began, Trace
 from paceline.replay.plan import read_plan
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.processes
 
 # In every incarnation of the servers one kills itself: which, at a method of its vault, before or behind it,
 # after how many commits.

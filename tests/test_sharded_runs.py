@@ -17,7 +17,7 @@ from paceline.cli import main
 from paceline.launch.service import ServerOptions
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.processes
 
 # All weights move by 1 a commit, and those of a commit's samples by 1000 more: a pull of several versions shows, and so
 # does a batch that is used twice, or not at all.

@@ -31,8 +31,6 @@ from paceline.server.dealing import deal, layouts_of
 from paceline.server.wire import decode, encode
 from paceline.trainee import Trainee, parameters_of
 
-pytestmark = pytest.mark.timeout(60)
-
 POLICIES = [
     "sync",
     "k-sync(k=2)",

@@ -14,7 +14,7 @@ pytest.importorskip("paceline.native._core", reason="the compiled module was not
 
 from backend_ranks import KNOWN, array_of, bits, elements, options
 from host_ranks import on_hosts, outcomes_on
-from shared_ranks import folded
+from shared_ranks import DEADLINE, folded
 
 from paceline.collectives import core
 from paceline.errors import CommError, UsageError
@@ -132,7 +132,7 @@ def test_leaving_does_not_wait_for_calls_of_other_hosts() -> None:
 
     def work(group: Any) -> float:
         if group.rank() == 2:
-            left.wait(30)
+            left.wait(DEADLINE)
             return 0.0
         call = group.allreduce([torch.ones(5)], asked_for("sum", later=True))
         future = call.get_future()
@@ -144,7 +144,7 @@ def test_leaving_does_not_wait_for_calls_of_other_hosts() -> None:
             call.wait()
         with pytest.raises(RuntimeError, match=r"closed|left the group"):
             future.wait()
-        left.wait(30)
+        left.wait(DEADLINE)
         return took
 
     assert max(on_hosts("aab", work, timeout=40.0)) < 10

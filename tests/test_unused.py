@@ -82,7 +82,7 @@ def test_unused_parameters_are_as_unused_as_with_one_worker(
                 assert unused == expected_gradients[step]
         return model, optimizer
 
-    results = world(2, work, timeout=5)
+    results = world(2, work)
     for model, optimizer in results:
         assert_close(model, expected)
         assert_same_state_places(optimizer, expected_optimizer)
@@ -197,7 +197,7 @@ def test_sparse_gradients_that_one_worker_has_not_or_nobody(world: World) -> Non
         return found
 
     once = torch.zeros(9, 3).index_fill(0, torch.tensor(2), 1.0)
-    for found in world(2, work, timeout=5):
+    for found in world(2, work):
         assert_same(found, [once, once / 2, None, once / 2])
 
 

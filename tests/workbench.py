@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import MARK, living
+from processes import DEADLINE, MARK, living, wait_until_gone
 
 import paceline
+from paceline.launch import guard, supervisor
 from paceline.launch.supervisor import supervise
 
 PROLOGUE = """
@@ -73,8 +74,11 @@ def workbench(directory: Path, capture: pytest.CaptureFixture[str], monkeypatch:
     """A bench in its own directory; it is an error to leave processes behind on it."""
     monkeypatch.chdir(directory)
     bench = Bench(directory, capture, uuid.uuid4().hex)
+    # A machine may hold up any process for longer than a user's patience.
+    monkeypatch.setattr(supervisor, "_TIME_TO_SAVE", DEADLINE)
+    monkeypatch.setattr(guard, "_PATIENCE_WITH_TRACKERS", DEADLINE)
     yield bench
-    left = bench.processes()
+    left = wait_until_gone(bench.mark, seconds=10)  # those killed last may still be going
     for process in left:
         os.kill(process, signal.SIGKILL)
     assert not left, "processes were left behind"

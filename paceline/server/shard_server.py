@@ -22,7 +22,7 @@ from paceline.server.vault import Vault
 from paceline.trainee import Trainee
 
 _TICK = 0.2  # seconds between two looks at whether we are asked to stop
-TIME_TO_BE_ENDED = 5.0  # seconds: if another server was killed, the supervisor ends us too, and starts all anew
+TIME_TO_BE_ENDED = 30.0  # seconds: if another server was killed, the supervisor ends us too, and starts all anew
 _REMEMBERED = 8  # answers: more orders are never under way
 
 
