@@ -17,6 +17,8 @@ from paceline.seeding import derive_seed
 from paceline.virtual.delays import Changed, Delay, Fails, parse_delay
 from paceline.virtual.quantities import TIMES, read_quantity
 
+_FRESH = {"bit_generator": "PCG64", "has_uint32": 0, "uinteger": 0}
+
 
 class Pauses:
     """The pauses of one worker, as the delay ``text`` has them, times ``unit`` seconds.
@@ -28,11 +30,14 @@ class Pauses:
         self._delay = _without_failures(parse_delay(text))
         self._unit = _check_unit(unit, str(unit))
         self._seed, self._worker = seed, worker
+        self._generator = np.random.Generator(np.random.PCG64(0))
 
     def of_step(self, step: int) -> float:
         """How many seconds the step is held up."""
-        generator = np.random.Generator(np.random.PCG64(derive_seed(self._seed, "pause", self._worker, step)))
-        (time,) = self._delay.sample(generator, np.array([self._worker]))
+        # A new generator would spread its seed over its state, at ten times the cost; this one is spread already.
+        state = {"state": derive_seed(self._seed, "pause", self._worker, step), "inc": 1}
+        self._generator.bit_generator.state = {**_FRESH, "state": state}
+        (time,) = self._delay.sample(self._generator, np.array([self._worker]))
         return min(float(time) * self._unit, threading.TIMEOUT_MAX)  # longer than any run, and no call refuses it
 
 

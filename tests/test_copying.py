@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline import native
-from paceline.server.copying import copy, copy_and_look, look_at
+from paceline.server.copying import copy, copy_all, copy_and_look, look_at
 
 LARGE = 1 << 20
 SIZES = st.one_of(st.integers(0, 600), st.integers(LARGE - 40, LARGE + 300))
@@ -63,6 +63,25 @@ def test_a_copy_that_looks_finds_what_a_look_at_the_copy_finds(words: int, place
     assert look.finite == bool(torch.isfinite(source).all())
     raw = bytes(padded.view(torch.uint8).numpy())
     assert look.checksum % 2**64 == sum(word for (word,) in struct.iter_unpack("<Q", raw)) % 2**64
+
+
+DTYPES = [torch.float32, torch.float16, torch.float64, torch.int64, torch.bool]
+
+
+@settings(max_examples=40, deadline=None)
+@given(kinds=st.lists(st.tuples(st.sampled_from([0, 3, 64, LARGE]), st.sampled_from(DTYPES), st.booleans()), max_size=6))
+def test_many_are_copied_as_each_would_be(kinds: list[tuple[int, torch.dtype, bool]]) -> None:
+    sources = [torch.randint(0, 2, (2, size)).to(dtype) for size, dtype, _ in kinds]
+    targets = [
+        (torch.zeros(source.shape[::-1], dtype=source.dtype).t() if turned else torch.zeros_like(source))
+        for source, (*_, turned) in zip(sources, kinds, strict=True)
+    ]
+    parameters = [torch.nn.Parameter(target, target.is_floating_point()) for target in targets]
+    versions = [parameter._version for parameter in parameters]
+    copy_all(parameters, sources)
+    for parameter, source, version in zip(parameters, sources, versions, strict=True):
+        assert torch.equal(parameter.detach(), source)
+        assert parameter._version > version, "autograd would not notice"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])

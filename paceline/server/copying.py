@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import cmath
+import math
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ if native.available():
     from paceline.native import _core
 
 HALVES = (torch.float16, torch.bfloat16)
+_LARGE = _core.PAST_CACHE_FROM if native.available() else math.inf  # bytes of a tensor
 
 
 class Look(NamedTuple):
@@ -37,11 +40,25 @@ def look_at(vector: Tensor) -> Look:
 
 def copy(to: Tensor, tensor: Tensor) -> None:
     """Copy a tensor, as ``to.copy_(tensor)`` without autograd does."""
-    if native.available() and to.nbytes >= _core.PAST_CACHE_FROM and lies_plainly(to) and lies_plainly(tensor, like=to):
+    if to.nbytes >= _LARGE and lies_plainly(to) and lies_plainly(tensor, like=to):
         _core.copy_past_cache(to.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         increment_version(to)  # as any change in place does
     else:
-        to.copy_(tensor.detach())
+        with torch.no_grad():
+            to.copy_(tensor)
+
+
+def copy_all(to: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copy tensors, each as ``copy`` does: the small ones in one call, at less than half of the time."""
+    small = [tensor.nbytes < _LARGE for tensor in to]
+    if not all(small):
+        for each, tensor, is_small in zip(to, tensors, small, strict=True):
+            if not is_small:
+                copy(each, tensor)
+        to, tensors = list(compress(to, small)), list(compress(tensors, small))
+    if to:
+        with torch.no_grad():
+            torch._foreach_copy_(to, tensors)
 
 
 def copy_and_look(to: Tensor, tensor: Tensor, padded: Tensor) -> Look:

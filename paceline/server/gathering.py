@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.server.copying import HALVES, copy, copy_and_look, look_at
+from paceline.server.copying import HALVES, copy_all, copy_and_look, look_at
 from paceline.server.layout import Laid, ModelLayouts
 
 
@@ -135,6 +135,4 @@ def publish(layouts: ModelLayouts, memory: Tensor) -> None:
 
 def read_parameters(layouts: ModelLayouts, views: list[Tensor]) -> None:
     """Copy the server's parameters and buffers into a worker's model."""
-    with torch.no_grad():
-        for tensor, view in zip([*layouts.parameters, *layouts.buffers], views, strict=True):
-            copy(tensor, view)
+    copy_all([*layouts.parameters, *layouts.buffers], views)
