@@ -69,7 +69,9 @@ DTYPES = [torch.float32, torch.float16, torch.float64, torch.int64, torch.bool]
 
 
 @settings(max_examples=40, deadline=None)
-@given(kinds=st.lists(st.tuples(st.sampled_from([0, 3, 64, LARGE]), st.sampled_from(DTYPES), st.booleans()), max_size=6))
+@given(
+    kinds=st.lists(st.tuples(st.sampled_from([0, 3, 64, LARGE]), st.sampled_from(DTYPES), st.booleans()), max_size=6)
+)
 def test_many_are_copied_as_each_would_be(kinds: list[tuple[int, torch.dtype, bool]]) -> None:
     sources = [torch.randint(0, 2, (2, size)).to(dtype) for size, dtype, _ in kinds]
     targets = [
