@@ -78,7 +78,7 @@ def test_many_are_copied_as_each_would_be(kinds: list[tuple[int, torch.dtype, bo
         (torch.zeros(source.shape[::-1], dtype=source.dtype).t() if turned else torch.zeros_like(source))
         for source, (*_, turned) in zip(sources, kinds, strict=True)
     ]
-    parameters = [torch.nn.Parameter(target, target.is_floating_point()) for target in targets]
+    parameters: list[Tensor] = [torch.nn.Parameter(target, target.is_floating_point()) for target in targets]
     versions = [parameter._version for parameter in parameters]
     copy_all(parameters, sources)
     for parameter, source, version in zip(parameters, sources, versions, strict=True):
