@@ -34,7 +34,7 @@ class Pauses:
 
     def of_step(self, step: int) -> float:
         """How many seconds the step is held up."""
-        # A new generator would spread its seed over its state, at ten times the cost; this one is spread already.
+        # A new generator would first spread its seed over its state, which takes most of the time; this one is spread.
         state = {"state": derive_seed(self._seed, "pause", self._worker, step), "inc": 1}
         self._generator.bit_generator.state = {**_FRESH, "state": state}
         (time,) = self._delay.sample(self._generator, np.array([self._worker]))
