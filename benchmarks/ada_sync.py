@@ -21,8 +21,8 @@ import torch
 
 from paceline.problems import ProblemOptions, load_problem
 from paceline.report.table import print_table
-from paceline.virtual.learning import Course, learn
 from paceline.virtual.simulate import Scenario
+from paceline.virtual.training import TrainingPlan, simulate_training
 
 FIXED = ("k-sync(k=1)", "k-sync(k=2)", "k-sync(k=4)", "k-sync(k=8)")
 
@@ -63,14 +63,14 @@ def main() -> None:
 def mean_curve(policy: str, arguments: argparse.Namespace) -> list[float]:
     """The test loss at each time, on average over the seeds."""
     options = ProblemOptions(data=arguments.data, model=arguments.model)
-    course = Course(
+    course = TrainingPlan(
         problem=load_problem(arguments.problem, options),
         optimizer=f"sgd(lr={arguments.rate})",
         batch_size=arguments.batch_size,
         points=arguments.points,
     )
     curves = [
-        learn(
+        simulate_training(
             Scenario(policy=policy, workers=8, delay=arguments.delay, seed=seed), course, seconds=arguments.seconds
         ).curve
         for seed in range(arguments.seeds)

@@ -22,11 +22,11 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from paceline.report.table import print_table
-from paceline.server.gathering import adopt
-from paceline.server.layout import ModelLayouts
-from paceline.server.memory import HEAD, SharedMemory
-from paceline.server.vault import Vault
-from paceline.trainee import Trainee
+from paceline.store.double_buffer import DoubleBuffer
+from paceline.store.gathering import adopt
+from paceline.store.layout import ModelLayouts
+from paceline.store.memory import HEAD, SharedMemory
+from paceline.train_state import TrainState
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (4 * KB, MB, 25 * MB, 100 * MB)
@@ -56,21 +56,21 @@ def main() -> None:
 def measure(size: int, name: str, rounds: int) -> dict[str, Any]:
     file = os.memfd_create("paceline-benchmark")
     model = nn.ParameterList(nn.Parameter(torch.zeros(size // 4 // TENSORS)) for _ in range(TENSORS))
-    trainee = Trainee(model=model, optimizers=[OPTIMIZERS[name](model.parameters())])
+    train_state = TrainState(model=model, optimizers=[OPTIMIZERS[name](model.parameters())])
     layouts = ModelLayouts(model)
     memory = SharedMemory(file, down=layouts.down.nbytes, up=0, slots=0, create=True)
     adopt(layouts, memory.down)
-    vault = Vault(file, trainee, memory.down, HEAD)
+    double_buffer = DoubleBuffer(file, train_state, memory.down, HEAD)
     note = {"queue": {"data": None, "next": 0, "unused": []}, "policy": {"version": 0, "step": 0}, "traced": [0, 0]}
-    vault.begin(0, note)
+    double_buffer.begin(0, note)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-6)
     times: dict[str, list[float]] = {"update_us": [], "noting_us": [], "copying_us": []}
     for version in range(1, rounds + 3):
-        copying = timed(vault.catch_up)
-        noting = timed(vault.before_update)
-        update = timed(trainee.update)
-        noting += timed(lambda version=version: vault.after_update(version, note))  # type: ignore[misc]
+        copying = timed(double_buffer.catch_up)
+        noting = timed(double_buffer.before_update)
+        update = timed(train_state.update)
+        noting += timed(lambda version=version: double_buffer.after_update(version, note))  # type: ignore[misc]
         if version > 2:  # the first ones make the optimizer's tensors
             for kind, seconds in zip(times, (update, noting, copying), strict=True):
                 times[kind].append(seconds)

@@ -27,9 +27,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.delays.injected import parse_unit
 from paceline.launch.service import ServerOptions
 from paceline.launch.supervisor import supervise
-from paceline.pauses import parse_unit
 from paceline.report.table import print_table
 from paceline.virtual.formulas import mean_staleness
 from paceline.virtual.simulate import Scenario, simulate

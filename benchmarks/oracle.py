@@ -14,8 +14,8 @@ import json
 import sys
 from typing import Any
 
+from paceline.delays.delay import parse_delay
 from paceline.report.table import print_table
-from paceline.virtual.delays import parse_delay
 from paceline.virtual.formulas import NoFormulaError, iteration_time, mean_staleness
 from paceline.virtual.simulate import Scenario, simulate
 

@@ -29,10 +29,10 @@ import torch
 from paceline.bench import run_bench
 from paceline.record.trace import Committed, Joined, Trace
 from paceline.replay.plan import read_plan
-from paceline.replay.problem import ProblemReplay
-from paceline.replay.surroundings import as_recorded, open_trace, train_config
 from paceline.report.table import print_table
-from paceline.training import load_config_problem
+from paceline.training.replay_environment import as_recorded, open_trace, train_config
+from paceline.training.replay_problem import ProblemReplay
+from paceline.training.train import load_config_problem
 
 POLICIES = (
     "sync",

@@ -30,7 +30,7 @@ from paceline.bench.measuring import (
     run_workers,
 )
 from paceline.bench.workloads import WORKLOADS, Workload, optimizer_for
-from paceline.launch.outfit import threads_per_worker
+from paceline.launch.process_environment import threads_per_worker
 from paceline.report.table import print_table
 
 Kind = Literal["weak", "strong"]

@@ -32,7 +32,7 @@ from paceline.problems import ProblemOptions, load_problem
 from paceline.record.checkpoint import read_checkpoint
 from paceline.record.trace import Began, Committed, Trace
 from paceline.replay.plan import read_plan
-from paceline.training import evaluate
+from paceline.training.train import evaluate
 
 MARK = "PACELINE_BENCHMARK_MARK"
 PATIENCE = 120.0  # seconds for a server to come back and commit

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
         parse_policy,
     )
     from paceline.problems import Metric, Problem, Recipe
-    from paceline.session import Session, Step, join
-    from paceline.timing import Timing
+    from paceline.sessions.session import Session, Step, join
+    from paceline.sessions.timing import Timing
 
 __all__ = [
     "POLICIES",
@@ -94,8 +94,8 @@ _HOMES = {
         "parse_policy",
     ],
     "paceline.problems": ["Metric", "Problem", "Recipe"],
-    "paceline.session": ["Session", "Step", "join"],
-    "paceline.timing": ["Timing"],
+    "paceline.sessions.session": ["Session", "Step", "join"],
+    "paceline.sessions.timing": ["Timing"],
 }
 
 

@@ -14,7 +14,7 @@ def main() -> NoReturn:
     """Run the command; Ctrl-C is answered from its first import to its last line."""
     alone = not supervised()  # else the supervisor answers
     with answered(end_at_once, signal.SIGINT) if alone else contextlib.nullcontext():
-        from paceline.cli import main as command
+        from paceline.commands.cli import main as command
     try:
         command()
     finally:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
 
 from paceline import native
-from paceline.cli import main
+from paceline.commands.cli import main
 
 T = TypeVar("T")
 

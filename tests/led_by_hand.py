@@ -15,13 +15,13 @@ import torch
 from live import DEADLINE, TOKEN, Cluster, Weights
 from torch import Tensor, nn
 
-from paceline.server.channel import Received
-from paceline.server.handshake import Opening
-from paceline.server.layout import ModelLayouts, memory_of
-from paceline.server.lines import Line
-from paceline.server.messages import Alive, Ask, Data, Described, Finished, Go, Hello, Message, Push, Welcome
-from paceline.server.pieces import Pieces
-from paceline.server.wire import decode, encode
+from paceline.store.layout import ModelLayouts, memory_of
+from paceline.transport.channel import Received
+from paceline.transport.connections import Connection
+from paceline.transport.handshake import Opening
+from paceline.transport.messages import Alive, Ask, Data, Described, Finished, Go, Hello, Message, PushMessage, Welcome
+from paceline.transport.pieces import Pieces
+from paceline.transport.wire import decode, encode
 
 M = TypeVar("M", bound=Message)
 
@@ -46,7 +46,7 @@ class Hand:
         self._cluster = cluster
         self.model = model or Weights()
         self.layouts = ModelLayouts(self.model)
-        self.line = Line.to(address or cluster.address, DEADLINE)
+        self.line = Connection.to(address or cluster.address, DEADLINE)
         cluster.lines.append(self.line)
         opening = Opening(token, "none")
         self.parameters = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)
@@ -101,7 +101,7 @@ class Hand:
 
     def push(self, *gradients: float | None, examples: int = 1, loss: float = NO_LOSS, **changes: Any) -> None:
         """Push gradients that have these numbers everywhere; None: there is no gradient."""
-        message = Push(self.step, self.version, examples, loss, 0.0, False, 0, self._bits(gradients))
+        message = PushMessage(self.step, self.version, examples, loss, 0.0, False, 0, self._bits(gradients))
         self.say(message._replace(**changes), self.gradients(*gradients))
 
     def gradients(self, *values: float | None) -> bytes:
@@ -150,7 +150,7 @@ def batches(*hands: Hand, epochs: int = 1) -> list[int]:
     return [hand.ask(epochs).batch for hand in hands]
 
 
-def wait_until_read(line: Line | None) -> None:
+def wait_until_read(line: Connection | None) -> None:
     """Wait until the server has read all that was sent on a line; what others send now comes after it."""
     end = time.monotonic() + DEADLINE
     while line is not None and not line.remote and not line.ended and _unread(line):
@@ -158,7 +158,7 @@ def wait_until_read(line: Line | None) -> None:
         time.sleep(0.0001)
 
 
-def _unread(line: Line) -> int:
+def _unread(line: Connection) -> int:
     """How many bytes the other end has not read yet."""
     (unread,) = struct.unpack("i", fcntl.ioctl(line.fileno(), termios.TIOCOUTQ, bytes(4)))
     return int(unread)

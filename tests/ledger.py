@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
-from paceline.served import ServedSession
-from paceline.trainee import Trainee
+from paceline.sessions.worker import WorkerSession
+from paceline.train_state import TrainState
 
 
 class Seen(nn.Module):
@@ -48,14 +48,14 @@ def samples(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(count))
 
 
-def seen_trainee(count: int) -> Trainee:
+def seen_trainee(count: int) -> TrainState:
     model = Seen(count)
-    return Trainee(model=model, optimizers=[Ledger(model)])
+    return TrainState(model=model, optimizers=[Ledger(model)])
 
 
 def times_used(cluster: Cluster, *, since: int = 0) -> list[float]:
     """How often each sample is in the commits: a commit's mean over its examples times their number."""
-    ledger = cast(Ledger, cluster.trainee.optimizers[0])
+    ledger = cast(Ledger, cluster.train_state.optimizers[0])
     assert len(ledger.gradients) == len(cluster.host.commits)
     total = sum(
         gradient * commit.examples
@@ -65,7 +65,7 @@ def times_used(cluster: Cluster, *, since: int = 0) -> list[float]:
 
 
 def train(
-    session: ServedSession,
+    session: WorkerSession,
     model: nn.Module,
     data: Any,
     *,

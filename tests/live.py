@@ -17,18 +17,18 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from paceline.guard import OnNaN
 from paceline.policies import parse_policy
 from paceline.policies.server import ServerPolicy
 from paceline.record.trace import TraceWriter
-from paceline.served import ServedSession
 from paceline.server.client import Client
-from paceline.server.lines import Line
-from paceline.server.listening import Heard, Listener, Peer
-from paceline.server.live import Committed, Host, LiveServer
-from paceline.server.messages import Message
+from paceline.server.live import CommitSummary, Host, LiveServer
 from paceline.server.work_queue import WorkQueue
-from paceline.trainee import Trainee
+from paceline.sessions.nan_guard import OnNaN
+from paceline.sessions.worker import WorkerSession
+from paceline.train_state import TrainState
+from paceline.transport.connections import Connection
+from paceline.transport.listening import Heard, Listener, Peer
+from paceline.transport.messages import Message
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -57,24 +57,24 @@ class Weights(nn.Module):
         return float(self.weights[0].detach().flatten()[0])
 
 
-def weights_trainee(*shapes: int, **options: Any) -> Trainee:
+def weights_trainee(*shapes: int, **options: Any) -> TrainState:
     """Weights that a step moves by minus their gradient."""
     model = Weights(*shapes)
-    return Trainee(model=model, optimizers=[SGD(model.parameters(), lr=1.0)], **options)
+    return TrainState(model=model, optimizers=[SGD(model.parameters(), lr=1.0)], **options)
 
 
 class Recorder:
     """Stands for the server's session: remembers what the server tells it."""
 
     def __init__(self) -> None:
-        self.commits: list[Committed] = []
+        self.commits: list[CommitSummary] = []
         self.notes: list[tuple[str, dict[str, Any]]] = []
         self.saves: list[Path | None] = []
 
     def rate(self) -> float:
         return 1.0
 
-    def committed(self, commit: Committed) -> None:
+    def committed(self, commit: CommitSummary) -> None:
         self.commits.append(commit)
 
     def write_down(self) -> None:
@@ -98,7 +98,7 @@ class Cluster:
     def __init__(
         self,
         policy: str,
-        trainee: Trainee | None = None,
+        train_state: TrainState | None = None,
         *,
         workers: int = 2,
         host: Host | None = None,
@@ -108,7 +108,7 @@ class Cluster:
         in_place_of: Cluster | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
-        self.trainee = trainee or weights_trainee()
+        self.train_state = train_state or weights_trainee()
         self.policy = cast(ServerPolicy, parse_policy(policy))
         self.host: Any = host or Recorder()
         self.queue = queue or WorkQueue()
@@ -121,7 +121,7 @@ class Cluster:
         self.tcp_address: str = self.listener.bind(remote)
         self.memory = os.memfd_create("test")
         self.server = self.make_server(workers=workers, version=version, seed=seed, trace=trace)
-        self.lines: list[Line] = []  # are closed in the end
+        self.lines: list[Connection] = []  # are closed in the end
         self.failure: BaseException | None = None
         self.ended_well: bool | None = None
         self._stop = threading.Event()
@@ -129,7 +129,7 @@ class Cluster:
 
     def make_server(self, **options: Any) -> LiveServer:
         return LiveServer(
-            self.trainee,
+            self.train_state,
             self.policy,
             memory=self.memory,
             queue=self.queue,
@@ -204,7 +204,7 @@ class Cluster:
     @property
     def value(self) -> float:
         """The first weight of ``Weights``."""
-        return cast(Weights, self.trainee.model).value
+        return cast(Weights, self.train_state.model).value
 
     def client(self, model: nn.Module, rank: int = -1, *, address: str | None = None) -> Client:
         return Client(
@@ -217,15 +217,19 @@ class Cluster:
             memory=None,
         )
 
-    def session(self, trainee: Trainee, rank: int = -1, *, on_nan: OnNaN = "stop", **options: Any) -> ServedSession:
+    def session(
+        self, train_state: TrainState, rank: int = -1, *, on_nan: OnNaN = "stop", **options: Any
+    ) -> WorkerSession:
         """Join as a worker, in this thread."""
-        client = self.client(trainee.model, rank, **options)
-        return ServedSession(
-            trainee, model=trainee.model, policy=self.policy, client=client, pauses=None, on_nan=on_nan
+        client = self.client(train_state.model, rank, **options)
+        return WorkerSession(
+            train_state, model=train_state.model, policy=self.policy, client=client, injected_delays=None, on_nan=on_nan
         )
 
-    def run(self, trainees: Sequence[Trainee], work: Callable[[ServedSession, Trainee], T], **options: Any) -> list[T]:
-        """Let every trainee be trained by a worker in a thread of its own, and give what each has returned."""
+    def run(
+        self, trainees: Sequence[TrainState], work: Callable[[WorkerSession, TrainState], T], **options: Any
+    ) -> list[T]:
+        """Let every train_state be trained by a worker in a thread of its own, and give what each has returned."""
 
         def worker(rank: int) -> T:
             with self.session(trainees[rank], rank, **options) as session:

@@ -20,10 +20,10 @@ from paceline.policies.server import ServerPolicy
 from paceline.problems import Problem
 from paceline.record.fingerprints import hash_of, state_tensors
 from paceline.record.trace import Ended, Hashed, Record, Trace, TraceWriter
-from paceline.served import ServedSession
-from paceline.server.live import Committed
-from paceline.trainee import Trainee
-from paceline.training import TrainConfig, build_scheduler, load_config_problem, loss_of, make_model, served_pace
+from paceline.server.live import CommitSummary
+from paceline.sessions.worker import WorkerSession
+from paceline.train_state import TrainState
+from paceline.training.train import TrainConfig, build_scheduler, load_config_problem, loss_of, make_model, served_pace
 from paceline.version import __version__
 
 HASH_EVERY = 7  # commits
@@ -71,7 +71,7 @@ class Recording:
     def rate(self) -> float:
         return 1.0
 
-    def committed(self, commit: Committed) -> None:
+    def committed(self, commit: CommitSummary) -> None:
         self._version = commit.version
         if commit.version % HASH_EVERY == 0:
             self.hash()
@@ -107,10 +107,10 @@ def record(folder: Path, policy: str, *, workers: int = 3, **options: Any) -> Pa
     }
     (run / "config.json").write_text(json.dumps({**about, "train": dataclasses.asdict(config)}))
     trace = TraceWriter(run / "trace.bin", about)
-    served, *trainees = [_make_trainee(config, problem, workers) for _ in range(workers + 1)]
+    served, *trainees = [_make_train_state(config, problem, workers) for _ in range(workers + 1)]
     host = Recording(trace, served.model)
     with Cluster(policy, served, workers=workers, host=host, seed=config.seed, trace=trace) as cluster:
-        cluster.run(trainees, lambda session, trainee: _train(session, trainee.model, config, problem))
+        cluster.run(trainees, lambda session, train_state: _train(session, train_state.model, config, problem))
         cluster.wait_for_end()
     host.hash()
     trace.append(Ended(True))
@@ -118,12 +118,12 @@ def record(folder: Path, policy: str, *, workers: int = 3, **options: Any) -> Pa
     return run
 
 
-def _make_trainee(config: TrainConfig, problem: Problem, workers: int) -> Trainee:
+def _make_train_state(config: TrainConfig, problem: Problem, workers: int) -> TrainState:
     model, policy = make_model(config, problem), parse_policy(config.policy)
     assert isinstance(policy, ServerPolicy)
     optimizer = make_optimizer(config.optimizer or problem.recipe.optimizer, model.parameters())
     scheduler = build_scheduler(config, problem, optimizer, served_pace(config, problem, policy, workers))
-    return Trainee(
+    return TrainState(
         model=model,
         optimizers=[optimizer],
         schedulers=[scheduler] if scheduler is not None else [],
@@ -131,7 +131,7 @@ def _make_trainee(config: TrainConfig, problem: Problem, workers: int) -> Traine
     )
 
 
-def _train(session: ServedSession, model: nn.Module, config: TrainConfig, problem: Problem) -> None:
+def _train(session: WorkerSession, model: nn.Module, config: TrainConfig, problem: Problem) -> None:
     """The loop of ``paceline train``, with pauses of another length in every run."""
     dice = random.Random()
     for inputs, targets in session.batches(problem.train, problem.recipe.batch_size, epochs=problem.recipe.epochs):

@@ -13,25 +13,25 @@ import torch
 from live import DEADLINE, TOKEN, Cluster
 from torch import nn
 
-from paceline.server.channel import Sealing
 from paceline.server.client import Client
-from paceline.server.listening import Listener
 from paceline.server.live import LiveServer
 from paceline.server.shard_server import ShardServer
 from paceline.server.shards import Shards
-from paceline.trainee import Trainee
+from paceline.train_state import TrainState
+from paceline.transport.channel import Sealing
+from paceline.transport.listening import Listener
 
 
 class _Beside:
     """One of the other servers, in a thread of its own."""
 
-    def __init__(self, trainee: Trainee, *, shard: int, servers: int, sealing: Sealing) -> None:
-        self.trainee = trainee
+    def __init__(self, train_state: TrainState, *, shard: int, servers: int, sealing: Sealing) -> None:
+        self.train_state = train_state
         self.memory = os.memfd_create("test")
         self.listener = Listener(TOKEN)
         self.address = self.listener.bind(f"ipc://@paceline-test-{secrets.token_hex(8)}")
         self.server = ShardServer(
-            trainee,
+            train_state,
             shard=shard,
             servers=servers,
             file=self.memory,
@@ -64,11 +64,11 @@ class ShardedCluster(Cluster):
     def __init__(
         self,
         policy: str,
-        make: Callable[[], Trainee],
+        make: Callable[[], TrainState],
         *,
         servers: int,
         sealing: Sealing = "none",
-        trainee: Trainee | None = None,
+        train_state: TrainState | None = None,
         **options: Any,
     ) -> None:
         self.shards: Shards | None = None
@@ -76,14 +76,14 @@ class ShardedCluster(Cluster):
             _Beside(_scrambled(make()), shard=shard, servers=servers, sealing=sealing) for shard in range(1, servers)
         ]
         self._sealing: Sealing = sealing
-        super().__init__(policy, trainee or make(), **options)
+        super().__init__(policy, train_state or make(), **options)
         if sealing != "none":
             self.tcp_address = self.listener.bind("tcp://127.0.0.1:0", sealing=sealing)
 
     def make_server(self, **options: Any) -> LiveServer:
         if self.beside:
             self.shards = Shards(
-                self.trainee,
+                self.train_state,
                 memories=[each.memory for each in self.beside],
                 addresses=[each.address for each in self.beside],
                 token=TOKEN,
@@ -98,7 +98,7 @@ class ShardedCluster(Cluster):
         self.until(lambda: shards is None or not shards._undecided)
 
     def collect(self) -> None:
-        """Have the whole state in our trainee."""
+        """Have the whole state in our train_state."""
         self.until_quiet()
         if self.shards is not None:
             self.shards.collect()
@@ -133,11 +133,11 @@ class ShardedCluster(Cluster):
         )
 
 
-def _scrambled(trainee: Trainee) -> Trainee:
+def _scrambled(train_state: TrainState) -> TrainState:
     """The same with other parameters, as a script without a seed makes them in another process."""
-    for parameter in trainee.model.parameters():
+    for parameter in train_state.model.parameters():
         parameter.data.fill_(77)
-    return trainee
+    return train_state
 
 
 class Pusher:

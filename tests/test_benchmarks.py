@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import main
+from paceline.commands.cli import main
 from paceline.report.table import print_table
 
 pytestmark = pytest.mark.processes

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError, WireError
-from paceline.server.channel import MAX_FRAME, OPEN_CHUNK, SEALED_CHUNK, Channel, Sealing
-from paceline.server.handshake import HandshakeRefused, Opening, answer, fresh_token
-from paceline.server.lines import LENGTHS, MAX_FIRST, NO_FRAME, Line, Waiting
-from paceline.server.messages import Push
-from paceline.server.pieces import Pieces
-from paceline.server.wire import MAX_HEAD, encode
+from paceline.transport.channel import MAX_FRAME, OPEN_CHUNK, SEALED_CHUNK, Channel, Sealing
+from paceline.transport.connections import LENGTHS, MAX_FIRST, NO_FRAME, Connection, Waiting
+from paceline.transport.handshake import HandshakeRefused, Opening, answer, fresh_token
+from paceline.transport.messages import PushMessage
+from paceline.transport.pieces import Pieces
+from paceline.transport.wire import MAX_HEAD, encode
 
 TOKEN = bytes.fromhex("5e" * 32)
 SEALINGS: tuple[Sealing, ...] = get_args(Sealing)
-HEAD = encode(Push(3, 2, 64, 0.5, 0.01, True, 7, b"\xff\x01"))
+HEAD = encode(PushMessage(3, 2, 64, 0.5, 0.01, True, 7, b"\xff\x01"))
 
 
 def channels(sealing: Sealing) -> tuple[Channel, Channel]:
@@ -303,7 +303,7 @@ def test_both_ends_must_agree_on_what_is_sealed(workers: Sealing, servers: Seali
 
 def test_a_key_that_makes_every_secret_zero_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("paceline.server.handshake._key_pair", lambda _: (None, bytes(32)))
+        patched.setattr("paceline.transport.handshake._key_pair", lambda _: (None, bytes(32)))
         hello = Opening(TOKEN, "all").hello()
     with pytest.raises(HandshakeRefused):
         answer(hello, TOKEN, "all")
@@ -321,18 +321,18 @@ def test_tokens_are_fresh_and_short_ones_are_refused() -> None:
 class Ends(NamedTuple):
     """Both ends of a connection."""
 
-    worker: Line
-    server: Line
+    worker: Connection
+    server: Connection
 
 
 @pytest.fixture(params=["tcp", "unix"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     if request.param == "unix":
-        ends = Ends(*map(Line, socket.socketpair()))
+        ends = Ends(*map(Connection, socket.socketpair()))
     else:
         with socket.create_server(("127.0.0.1", 0)) as door:
             worker = socket.create_connection(door.getsockname())
-            ends = Ends(Line(worker), Line(door.accept()[0]))
+            ends = Ends(Connection(worker), Connection(door.accept()[0]))
     yield ends
     for line in ends:
         line.close()
@@ -349,7 +349,7 @@ def meet(ends: Ends, sealing: Sealing) -> None:
     ends.worker.channel = opening.finish(carried(ends.server, ends.worker)[0])
 
 
-def carried(sender: Line, receiver: Line, into: Pieces | None = None) -> tuple[bytes, bool]:
+def carried(sender: Connection, receiver: Connection, into: Pieces | None = None) -> tuple[bytes, bool]:
     """What arrives next; the sender sends on meanwhile."""
     while (received := receiver.receive(into)) is None:
         assert not receiver.ended and not sender.ended

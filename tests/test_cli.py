@@ -289,7 +289,7 @@ def test_the_version_is_told(paceline: Any) -> None:
 
 WITHOUT_TORCH = """
 import sys
-from paceline.cli import main
+from paceline.commands.cli import main
 try:
     main(["--help"])
 finally:

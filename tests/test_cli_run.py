@@ -87,7 +87,7 @@ def test_what_serve_asks_for(paceline: Any, asked: Any) -> None:
 def test_when_train_asks_for_a_server(
     policy: str, options: list[str], paceline: Any, asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.training.check_live", lambda *_: None, raising=False)
+    monkeypatch.setattr("paceline.training.train.check_live", lambda *_: None, raising=False)
     found = paceline("train", "quadratic", "--max-steps", "1", "--policy", policy, *options, "--json")
     if "--respawn" in options and policy == "all-reduce":
         assert (found.code, asked) == (2, [])
@@ -153,9 +153,9 @@ def test_a_mistake_is_one_line_and_exit_2(mistake: str, paceline: Any, asked: An
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from paceline.launch.environment import take_server_place
+from paceline.launch.environment import take_server_assignment
 from paceline.launch.reports import report
-place = take_server_place()
+place = take_server_assignment()
 print(place.role, place.token, place.trusted)
 if place.role == "worker":
     assert place.address == "tcp://127.0.0.1:4711"

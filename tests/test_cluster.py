@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.delays.delay import parse_delay
 from paceline.errors import UsageError
 from paceline.policies import POLICIES, PeersPolicy
-from paceline.virtual.agenda import Agenda, Batch
-from paceline.virtual.delays import parse_delay
+from paceline.virtual.agenda import Agenda, StepEnds
 from paceline.virtual.formulas import iteration_time, mean_staleness
 from paceline.virtual.links import parse_link, ring_seconds, server_seconds
 from paceline.virtual.simulate import Scenario, Simulated, as_record, simulate, summary
@@ -306,7 +306,7 @@ def test_calls_come_between_ends() -> None:
     agenda.begin(np.array([1.0, 3.0]), np.array([0, 1]), 0, 0)
     agenda.call(2.0, heard.append)
     for at, worker, batch in agenda:
-        assert isinstance(batch, Batch)
+        assert isinstance(batch, StepEnds)
         if batch.call is not None:
             batch.call(at)
         else:

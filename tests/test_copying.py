@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline import native
-from paceline.server.copying import copy, copy_all, copy_and_look, look_at
+from paceline.store.copying import copy, copy_all, copy_and_look, look_at
 
 LARGE = 1 << 20
 SIZES = st.one_of(st.integers(0, 600), st.integers(LARGE - 40, LARGE + 300))

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import UsageError
-from paceline.virtual.delays import (
+from paceline.delays.delay import (
     CHANGES,
     DISTRIBUTIONS,
     Changed,
@@ -33,6 +32,7 @@ from paceline.virtual.delays import (
     Slow,
     parse_delay,
 )
+from paceline.errors import UsageError
 
 positive = st.floats(1e-50, 1e50)
 distributions = st.one_of(

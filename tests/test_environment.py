@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.launch.environment import World, asked_policy, read_world, take_supervisor
-from paceline.launch.outfit import Outfit, threads_per_worker
+from paceline.launch.process_environment import ProcessEnvironment, threads_per_worker
 
 TORCHRUN = {
     "RANK": "3",
@@ -36,7 +36,7 @@ SLURM = {
 @given(size=st.integers(1, 64), data=st.data())
 def test_what_local_workers_get_is_what_they_read(size: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, size - 1))
-    world = read_world(Outfit(workers=size, port=4711, base={}).worker(rank))
+    world = read_world(ProcessEnvironment(workers=size, port=4711, base={}).worker(rank))
     assert world == World(
         rank=rank, size=size, local_rank=rank, local_size=size, master_addr="127.0.0.1", master_port=4711
     )
@@ -148,7 +148,7 @@ def test_no_policy_asked_for() -> None:
 
 def test_the_policy_reaches_the_worker() -> None:
     base = {"PACELINE_POLICY": "an outer one"}
-    assert asked_policy(Outfit(workers=1, port=1, policy="all-reduce", base=base).worker(0)) == "all-reduce"
+    assert asked_policy(ProcessEnvironment(workers=1, port=1, policy="all-reduce", base=base).worker(0)) == "all-reduce"
 
 
 @given(workers=st.integers(1, 10_000))
@@ -161,14 +161,14 @@ def test_threads_are_shared_without_oversubscription(workers: int) -> None:
 
 
 def test_gloo_keeps_to_the_loopback_interface() -> None:
-    interface = Outfit(workers=2, port=1, base={}).worker(0)["GLOO_SOCKET_IFNAME"]
+    interface = ProcessEnvironment(workers=2, port=1, base={}).worker(0)["GLOO_SOCKET_IFNAME"]
     assert interface in [name for _, name in socket.if_nameindex()]
     assert interface.startswith("lo")
 
 
 def test_what_the_user_set_stays_and_what_places_the_worker_does_not() -> None:
     base = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth9", "HOME": "/somewhere", "RANK": "9"}
-    made = Outfit(workers=2, port=1, base=base).worker(1)
+    made = ProcessEnvironment(workers=2, port=1, base=base).worker(1)
     assert {name: made[name] for name in base} == {**base, "RANK": "1"}
 
 

@@ -15,6 +15,6 @@ def test_every_public_name_resolves() -> None:
 
 def test_importing_the_package_does_not_import_torch() -> None:
     """Nor does what a supervisor needs that injects delays, nor a simulation of times."""
-    modules = "paceline, paceline.cli, paceline.launch.supervisor, paceline.pauses, paceline.virtual.simulate"
+    modules = "paceline, paceline.commands.cli, paceline.launch.supervisor, paceline.delays.injected, paceline.virtual.simulate"
     code = f"import {modules}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

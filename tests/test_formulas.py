@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.delays.delay import Delay, parse_delay
 from paceline.errors import UsageError
-from paceline.virtual.delays import Delay, parse_delay
 from paceline.virtual.formulas import (
     STALENESS,
     TIMES,

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.server.gathering import MeanOfPushes, fill_push
-from paceline.server.layout import Laid, ModelLayouts
+from paceline.store.gathering import MeanOfPushes, fill_push
+from paceline.store.layout import Arena, ModelLayouts
 
 
 def mean_of(dtype: torch.dtype, pushes: list[tuple[float, int]]) -> float:
@@ -17,7 +17,7 @@ def mean_of(dtype: torch.dtype, pushes: list[tuple[float, int]]) -> float:
     layouts = ModelLayouts(model)
     gathered = MeanOfPushes(layouts)
     for number, examples in pushes:
-        push = Laid(layouts.up, torch.zeros(layouts.up.nbytes, dtype=torch.uint8))
+        push = Arena(layouts.up, torch.zeros(layouts.up.nbytes, dtype=torch.uint8))
         push.views[0].fill_(number)
         gathered.add(push, examples, b"\1")
     gathered.put()
@@ -52,7 +52,7 @@ class Replaces(nn.Module):
 def test_buffers_travel_that_were_put_in_others_places() -> None:
     model = Replaces()
     layouts = ModelLayouts(model)
-    push = Laid(layouts.up, torch.zeros(layouts.up.nbytes, dtype=torch.uint8))
+    push = Arena(layouts.up, torch.zeros(layouts.up.nbytes, dtype=torch.uint8))
     model()
     fill_push(layouts, push)
     assert push.views[1].tolist() == [1.0, 1.0]

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.server.gathering import examine, fill_push
-from paceline.server.in_place import Gradients, Parameters
-from paceline.server.layout import Laid, ModelLayouts, memory_of
-from paceline.server.pieces import Pieces
+from paceline.store.gathering import examine, fill_push
+from paceline.store.in_place import Gradients, Parameters
+from paceline.store.layout import Arena, ModelLayouts, memory_of
+from paceline.transport.pieces import Pieces
 
 SIZES = (0, 1, 5, 16, 1000, 20_000, 40_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
@@ -55,8 +55,8 @@ def test_a_push_has_the_bytes_of_a_copy(entries: list[tuple[int, torch.dtype, bo
     gradients = Gradients(layouts)
     copied = torch.zeros(layouts.up.nbytes, dtype=torch.uint8)
     for _ in range(2):
-        used, _, checksum = fill_push(layouts, Laid(layouts.up, copied))
-        assert checksum == examine(layouts, Laid(layouts.up, copied))[1]
+        used, _, checksum = fill_push(layouts, Arena(layouts.up, copied))
+        assert checksum == examine(layouts, Arena(layouts.up, copied))[1]
         pieces, told = gradients.pieces()
         assert told == used
         assert bytes_of(pieces) == bytes(memory_of(copied))

@@ -14,7 +14,7 @@ import pytest
 from processes import DEADLINE, ENVIRONMENT, started, wait_for_checkpoint
 from same_bits import assert_same, metrics_of
 
-from paceline.cli import main
+from paceline.commands.cli import main
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 
 pytestmark = pytest.mark.processes
@@ -115,7 +115,7 @@ import subprocess, sys
 if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", sys.argv[1]], capture_output=True).returncode:
     sys.exit(77)
 from pathlib import Path
-from paceline.cli import main
+from paceline.commands.cli import main
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 run = Path(sys.argv[1]) / "run"
 try:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
+from paceline.quantities import BANDWIDTHS, SIZES, TIMES, print_quantity, read_quantity
 from paceline.virtual.links import (
     Link,
     exchange_end,
@@ -22,7 +23,6 @@ from paceline.virtual.links import (
     tree_seconds,
     two_level_seconds,
 )
-from paceline.virtual.quantities import BANDWIDTHS, SIZES, TIMES, print_quantity, read_quantity
 
 links = st.builds(
     Link,

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.errors import UsageError
-from paceline.served import ServedSession
-from paceline.trainee import Trainee
+from paceline.sessions.worker import WorkerSession
+from paceline.train_state import TrainState
 
 COUNT = 12
 
@@ -27,7 +27,7 @@ class Pair:
         self.cluster = cluster
         self.hand = Hand(cluster, 1, model=Seen(COUNT))
         self.own = seen_trainee(COUNT)
-        self.session: ServedSession = cluster.session(self.own, 0)
+        self.session: WorkerSession = cluster.session(self.own, 0)
 
     def advance(self) -> None:
         """Have a commit made by the other worker."""
@@ -39,8 +39,8 @@ class Pair:
         """Have the session's step cancelled; when this returns, the session can know."""
         self.advance()
         client = self.session._client
-        assert client._line is not None
-        client._line.wait(DEADLINE)
+        assert client._connection is not None
+        client._connection.wait(DEADLINE)
 
     def compute(self, places: Tensor, *, accumulate: bool = False, overtaken: bool = False) -> bool:
         """One block; whether it was cancelled."""
@@ -48,7 +48,7 @@ class Pair:
             if overtaken:
                 self.overtake()
             torch.autograd.backward(self.own.model(places).mean())
-        wait_until_read(self.session._client._line)  # before anything that the hand says next
+        wait_until_read(self.session._client._connection)  # before anything that the hand says next
         return step.cancelled
 
 
@@ -73,7 +73,7 @@ def test_accumulated_batches_make_one_push(pair: Pair) -> None:
     for number, places in enumerate(handed_out(pair)):
         assert not pair.compute(torch.tensor(places), accumulate=number % 3 != 2)
     assert [commit.examples for commit in pair.cluster.host.commits] == [6, 6]
-    gradients = cast(Ledger, pair.cluster.trainee.optimizers[0]).gradients
+    gradients = cast(Ledger, pair.cluster.train_state.optimizers[0]).gradients
     assert [(gradient * 2).tolist() for gradient in gradients] == [[1.0] * 6 + [0.0] * 6, [0.0] * 6 + [1.0] * 6]
 
 
@@ -160,8 +160,8 @@ def test_steps_without_batches(pair: Pair) -> None:
 # Between ----------------------------------------------------------------------------------------------------
 
 
-def value_of(trainee: Trainee) -> list[float]:
-    return cast(Seen, trainee.model).seen.tolist()
+def value_of(train_state: TrainState) -> list[float]:
+    return cast(Seen, train_state.model).seen.tolist()
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -173,13 +173,13 @@ def test_refresh_gives_the_newest_parameters(pair: Pair, own: bool) -> None:
         pair.advance()
         pair.session.refresh()
         assert pair.session.steps == version
-        assert value_of(pair.own) == value_of(pair.cluster.trainee)
+        assert value_of(pair.own) == value_of(pair.cluster.train_state)
     assert len(list(batches)) == 1, "what was given up comes again"
 
 
 def test_refresh_before_anything(pair: Pair) -> None:
     pair.session.refresh()
-    assert value_of(pair.own) == value_of(pair.cluster.trainee)
+    assert value_of(pair.own) == value_of(pair.cluster.train_state)
     assert train(pair.session, pair.own.model, samples(COUNT), batch_size=4, epochs=1) == [False] * 3
 
 

@@ -20,10 +20,10 @@ from test_channel import in_line, receive
 from test_wire import EXAMPLES, mutated
 
 from paceline.errors import WireError
-from paceline.server.channel import Channel, Sealing
-from paceline.server.handshake import Opening
-from paceline.server.layout import ModelLayouts
-from paceline.server.messages import (
+from paceline.store.layout import ModelLayouts
+from paceline.transport.channel import Channel, Sealing
+from paceline.transport.handshake import Opening
+from paceline.transport.messages import (
     Alive,
     Ask,
     Data,
@@ -34,12 +34,12 @@ from paceline.server.messages import (
     Mean,
     Message,
     More,
-    Push,
+    PushMessage,
     Record,
     Save,
     Skip,
 )
-from paceline.server.wire import encode
+from paceline.transport.wire import encode
 
 Frames = list[bytes]
 MODEL = tuple(Described(*entry) for entry in ModelLayouts.describe(Weights()))
@@ -76,7 +76,7 @@ class Attacker:
         if chance < 0.55:
             head = mutated(head, source)
         tensors = None
-        if source.random() < (0.9 if isinstance(message, Push) else 0.03):
+        if source.random() < (0.9 if isinstance(message, PushMessage) else 0.03):
             tensors = struct.pack("<f", self._real() if source.random() < 0.3 else 1.0) * (UP // 4)
         return self._framed(head, tensors)
 
@@ -102,11 +102,11 @@ class Attacker:
             lambda: Data(self._number(), self._number(), source.choice(["short", "drop", "pad"]), True),
             lambda: Ask(source.choice([-1, 0, 1, 2**40, self._number(63)]), self._number()),
             lambda: Ask(2**40, 0),
-            lambda: Push(step, version, 1, self._real(), self._real(), False, 0, b"\1"),
-            lambda: Push(
+            lambda: PushMessage(step, version, 1, self._real(), self._real(), False, 0, b"\1"),
+            lambda: PushMessage(
                 step, version, self._number(), 0.0, 0.0, True, self._number(), source.randbytes(source.randrange(3))
             ),
-            lambda: Push(self._number(), self._number(), 1, 0.0, 0.0, True, 7, b"\1"),
+            lambda: PushMessage(self._number(), self._number(), 1, 0.0, 0.0, True, 7, b"\1"),
             lambda: Skip(source.choice([step, self._number()])),
             lambda: More(source.choice([step, self._number()])),
             lambda: Mean(self._number(), self._text(), self._real(), (self._real(),) * source.randrange(5)),

@@ -9,12 +9,12 @@ from live import Cluster, Weights
 from torch import nn
 from torch.optim import SGD
 
-from paceline.server.messages import Warned
-from paceline.trainee import Trainee
+from paceline.train_state import TrainState
+from paceline.transport.messages import Warned
 
 
-def trainee_of(model: nn.Module) -> Trainee:
-    return Trainee(model=model, optimizers=[SGD(model.parameters(), lr=1.0)])
+def trainee_of(model: nn.Module) -> TrainState:
+    return TrainState(model=model, optimizers=[SGD(model.parameters(), lr=1.0)])
 
 
 def test_halves_do_not_overflow_on_their_way() -> None:
@@ -74,7 +74,7 @@ def test_parameters_without_a_gradient() -> None:
     """They count as zeros beside others' gradients, and without any they are left alone by the optimizer."""
     model = Weights(2, 2, 2)
     optimizer = SGD(model.parameters(), lr=1.0, momentum=0.5)
-    with Cluster("sync", Trainee(model=model, optimizers=[optimizer]), workers=2) as cluster:
+    with Cluster("sync", TrainState(model=model, optimizers=[optimizer]), workers=2) as cluster:
         first, second = (Hand(cluster, rank, model=Weights(2, 2, 2)) for rank in range(2))
         first.ask()
         second.ask()

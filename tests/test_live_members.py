@@ -9,7 +9,7 @@ import pytest
 from led_by_hand import Hand, batches, cluster_of_hands
 from live import Cluster
 
-from paceline.server.messages import Ask, Leave, Push, Skip, Unknown
+from paceline.transport.messages import Ask, Leave, PushMessage, Skip, Unknown
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_workers_are_given_the_ranks_that_are_expected() -> None:
 def test_who_is_no_member_is_told_so() -> None:
     with cluster_of_hands("async", 1) as (cluster, _):
         stranger = Hand(cluster, hello=False)
-        for message in (Ask(1, 1), Push(0, 0, 1, 0.0, 0.0, False, 0, b"\1"), Skip(0), Leave(failed=False)):
+        for message in (Ask(1, 1), PushMessage(0, 0, 1, 0.0, 0.0, False, 0, b"\1"), Skip(0), Leave(failed=False)):
             stranger.say(message)
             stranger.hear(Unknown)
         assert stranger.join().rank == 1

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import TensorDataset
 
 from paceline.data.sampler import ShardedSampler
-from paceline.served import ServedSession
-from paceline.trainee import Trainee
+from paceline.sessions.worker import WorkerSession
+from paceline.train_state import TrainState
 
 WORKERS, BATCH, EPOCHS, SEED = 3, 4, 3, 5
 SAMPLES = 26  # an epoch is rounds of 3 batches of 4, and a last round of one batch of 2
@@ -44,29 +44,29 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def trainee_of(model: nn.Module, optimize: Optimize, *, schedule: bool = False, **options: Any) -> Trainee:
+def trainee_of(model: nn.Module, optimize: Optimize, *, schedule: bool = False, **options: Any) -> TrainState:
     optimizer = optimize(model)
     schedulers: list[LRScheduler] = [StepLR(optimizer, 3, gamma=0.5)] if schedule else []
-    return Trainee(model=model, optimizers=[optimizer], schedulers=schedulers, **options)
+    return TrainState(model=model, optimizers=[optimizer], schedulers=schedulers, **options)
 
 
-def trained_by_workers(trainee: Trainee, loss: Loss, data: TensorDataset = DATA) -> Cluster:
-    """The server's trainee after all epochs; the workers' own, whose optimizers do nothing, have other parameters."""
+def trained_by_workers(train_state: TrainState, loss: Loss, data: TensorDataset = DATA) -> Cluster:
+    """The server's train_state after all epochs; the workers' own, whose optimizers do nothing, have other parameters."""
 
-    def work(session: ServedSession, own: Trainee) -> None:
+    def work(session: WorkerSession, own: TrainState) -> None:
         for inputs, targets in session.batches(data, BATCH, epochs=EPOCHS):
             with session.step():
                 torch.autograd.backward(loss(own.model, inputs, targets))
-        assert_same(own.model.state_dict(), trainee.model.state_dict())
+        assert_same(own.model.state_dict(), train_state.model.state_dict())
 
     workers = []
     for _ in range(WORKERS):
-        model = copy.deepcopy(trainee.model)
+        model = copy.deepcopy(train_state.model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(7)
-        workers.append(Trainee(model=model, optimizers=[SGD(model.parameters(), lr=100.0)]))
-    with Cluster("sync", trainee, workers=WORKERS, seed=SEED) as cluster:
+        workers.append(TrainState(model=model, optimizers=[SGD(model.parameters(), lr=100.0)]))
+    with Cluster("sync", train_state, workers=WORKERS, seed=SEED) as cluster:
         cluster.run(workers, work)
     return cluster
 
@@ -78,13 +78,13 @@ def rounds() -> list[list[Tensor]]:
     return [batches[start : start + WORKERS] for start in range(0, len(batches), WORKERS)]
 
 
-def train_alone(trainee: Trainee, loss: Loss) -> None:
+def train_alone(train_state: TrainState, loss: Loss) -> None:
     """The same on the joined batch of every round."""
     for batches in rounds():
         inputs, targets = DATA[cast(Any, torch.cat(batches))]
-        trainee.clear_gradients()
-        torch.autograd.backward(loss(trainee.model, inputs, targets))
-        trainee.update()
+        train_state.clear_gradients()
+        torch.autograd.backward(loss(train_state.model, inputs, targets))
+        train_state.update()
 
 
 @pytest.mark.parametrize("optimize", [momentum, adam])

@@ -13,9 +13,9 @@ from ledger import samples, seen_trainee, times_used, train
 from live import Cluster
 
 from paceline.policies.state import ServerState
-from paceline.served import ServedSession
-from paceline.server.live import Committed
-from paceline.trainee import Trainee
+from paceline.server.live import CommitSummary
+from paceline.sessions.worker import WorkerSession
+from paceline.train_state import TrainState
 
 WORKERS, SAMPLES, BATCH, EPOCHS = 3, 50, 4, 3
 BATCHES = math.ceil(SAMPLES / BATCH)
@@ -38,10 +38,10 @@ POLICIES = [
 FRESH = ("sync", "k-sync", "k-batch-sync")  # whose commits are of the newest parameters alone
 
 
-Ended: TypeAlias = tuple[Cluster, list[tuple[list[bool], ServedSession, torch.Tensor]]]
+Ended: TypeAlias = tuple[Cluster, list[tuple[list[bool], WorkerSession, torch.Tensor]]]
 
 
-def work(session: ServedSession, trainee: Trainee) -> tuple[list[bool], ServedSession, torch.Tensor]:
+def work(session: WorkerSession, train_state: TrainState) -> tuple[list[bool], WorkerSession, torch.Tensor]:
     """Two epochs in one go, then one that ends for all together; worker 2 is slow."""
 
     def dawdle() -> None:
@@ -49,10 +49,10 @@ def work(session: ServedSession, trainee: Trainee) -> tuple[list[bool], ServedSe
             time.sleep(0.002)
 
     data = samples(SAMPLES)
-    cancelled = train(session, trainee.model, data, batch_size=BATCH, epochs=EPOCHS - 1, before_step=dawdle)
+    cancelled = train(session, train_state.model, data, batch_size=BATCH, epochs=EPOCHS - 1, before_step=dawdle)
     for _ in session.epochs(EPOCHS):
-        cancelled += train(session, trainee.model, data, batch_size=BATCH, before_step=dawdle)
-    return cancelled, session, next(trainee.model.parameters()).detach().clone()
+        cancelled += train(session, train_state.model, data, batch_size=BATCH, before_step=dawdle)
+    return cancelled, session, next(train_state.model.parameters()).detach().clone()
 
 
 @pytest.fixture(scope="module", params=POLICIES)
@@ -73,7 +73,7 @@ def test_every_sample_is_used_once_an_epoch(ended: Ended) -> None:
 def test_all_end_with_the_parameters_of_the_server(ended: Ended) -> None:
     cluster, results = ended
     for _, session, parameters in results:
-        assert torch.equal(parameters, next(cluster.trainee.model.parameters()))
+        assert torch.equal(parameters, next(cluster.train_state.model.parameters()))
         assert session.steps == len(cluster.host.commits)
         assert session.epoch == EPOCHS
 
@@ -129,8 +129,8 @@ def test_staleness_and_bytes_are_counted(ended: Ended) -> None:
 def test_nobody_runs_ahead_further_than_the_bound_of_ssp() -> None:
     clocks: list[int] = []
 
-    class Watching(list[Committed]):
-        def append(self, commit: Committed) -> None:
+    class Watching(list[CommitSummary]):
+        def append(self, commit: CommitSummary) -> None:
             state: ServerState = cluster.server._state
             clocks.append(max(state.clocks.values()) - min(state.clocks.values()))  # type: ignore[attr-defined]
             super().append(commit)

@@ -13,17 +13,17 @@ from live import Cluster, Weights
 from torch import nn
 
 from paceline.errors import CommError, WireError
-from paceline.server.handshake import fresh_token
-from paceline.server.messages import (
+from paceline.transport.handshake import fresh_token
+from paceline.transport.messages import (
     Ask,
     Averaged,
-    Batch,
+    BatchMessage,
     Data,
     Finished,
     Go,
     Mean,
     Message,
-    Push,
+    PushMessage,
     Record,
     Refused,
     Save,
@@ -89,7 +89,7 @@ def test_a_model_whose_names_fill_a_message(cluster: Cluster) -> None:
 def test_tensors_of_another_length(cluster: Cluster) -> None:
     hand = Hand(cluster, 0)
     go = hand.ask()
-    push = Push(go.step, go.version, 1, 0.0, 0.0, False, 0, b"\1")
+    push = PushMessage(go.step, go.version, 1, 0.0, 0.0, False, 0, b"\1")
     assert "wanted 64 bytes of tensors, found 32" in refusal_of(hand, push, bytes(32))
     assert cluster.value == 0.0
 
@@ -100,7 +100,7 @@ def test_a_push_without_tensors(cluster: Cluster) -> None:
     go = hand.ask()
     hand.push(2.0)
     go = hand.go()
-    assert "tensors" in refusal_of(hand, Push(go.step, go.version, 1, 0.0, 0.0, False, 0, b"\1"))
+    assert "tensors" in refusal_of(hand, PushMessage(go.step, go.version, 1, 0.0, 0.0, False, 0, b"\1"))
     assert cluster.value == -2.0
 
 
@@ -159,7 +159,7 @@ def test_numbers_whose_sum_alone_is_not_finite(cluster: Cluster) -> None:
     [
         Welcome(0, 1, 0, 0, 0, 0, 0),
         Go(0, 0, True, 0, 0, 0),
-        Batch(0, 0, 0),
+        BatchMessage(0, 0, 0),
         Finished(0, 0),
         Averaged("key", (1.0,)),
         Saved("path"),

@@ -17,14 +17,14 @@ from ledger import Seen, samples, seen_trainee, times_used, train
 from live import DEADLINE, TOKEN, Cluster, Weights, host_and_port
 from torch.optim import SGD
 
-from paceline.served import ServedSession
 from paceline.server import live
-from paceline.server.layout import ModelLayouts
-from paceline.server.listening import Listener
-from paceline.server.memory import SharedMemory
-from paceline.server.messages import Leave
-from paceline.server.vault import read_note
-from paceline.trainee import Trainee
+from paceline.sessions.worker import WorkerSession
+from paceline.store.double_buffer import read_note
+from paceline.store.layout import ModelLayouts
+from paceline.store.memory import SharedMemory
+from paceline.train_state import TrainState
+from paceline.transport.listening import Listener
+from paceline.transport.messages import Leave
 
 COUNT = 24
 
@@ -143,7 +143,7 @@ def test_connections_that_are_lost_again_and_again(policy: str) -> None:
         assert begun.wait(DEADLINE)
         time.sleep(0.005)
 
-    def work(session: ServedSession, own: Trainee) -> None:
+    def work(session: WorkerSession, own: TrainState) -> None:
         train(session, own.model, samples(COUNT), batch_size=2, epochs=epochs, before_step=before_step)
         with one_at_a_time:
             done.set()
@@ -208,8 +208,8 @@ class Fails(SGD):
 def test_what_a_failed_commit_leaves_is_read_by_nobody() -> None:
     model = Weights()
     layouts = ModelLayouts(model)
-    trainee = Trainee(model=model, optimizers=[Fails(model.parameters(), lr=0.1)])
-    with pytest.raises(ArithmeticError), Cluster("async", trainee, workers=1) as cluster:
+    train_state = TrainState(model=model, optimizers=[Fails(model.parameters(), lr=0.1)])
+    with pytest.raises(ArithmeticError), Cluster("async", train_state, workers=1) as cluster:
         hand = Hand(cluster, 0)
         hand.ask()
         hand.push(1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from led_by_hand import DATA, batches, cluster_of_hands
 
-from paceline.server.messages import Ask, Batch, Finished, Leave, More, Skip
+from paceline.transport.messages import Ask, BatchMessage, Finished, Leave, More, Skip
 
 
 def test_who_is_ahead_of_those_that_have_finished_has_finished_too() -> None:
@@ -151,13 +151,13 @@ def test_more_batches_for_the_same_step() -> None:
     with cluster_of_hands("k-sync(k=1)", 2) as (_, (first, second)):
         batches(first, second)
         first.say(More(first.step))
-        assert first.hear(Batch) == Batch(first.step, 0, 2)
+        assert first.hear(BatchMessage) == BatchMessage(first.step, 0, 2)
         second.push(1.0)
         assert first.go().batch == 0, "both of the cancelled step's have come back"
         assert second.go().batch == 2
         second.say(More(0))  # of a step that is no more
         second.say(More(second.step))
-        assert second.hear(Batch).batch == 3
+        assert second.hear(BatchMessage).batch == 3
         second.push(1.0)
         second.go()
         second.say(Leave(failed=False))

@@ -15,17 +15,17 @@ from ledger import Seen, samples, seen_trainee, times_used, train
 from live import DEADLINE, Cluster, weights_trainee
 
 from paceline.errors import CommError
-from paceline.hosting import HostingSession
 from paceline.policies import parse_policy
 from paceline.policies.server import ServerPolicy
 from paceline.record.checkpoint import read_checkpoint
 from paceline.record.metrics import read_metrics
 from paceline.record.run import Run
-from paceline.served import ServedSession
-from paceline.server.live import Committed
-from paceline.server.messages import Data, Record, Save, Saved
+from paceline.server.live import CommitSummary
 from paceline.server.work_queue import WorkQueue
-from paceline.trainee import Trainee
+from paceline.sessions.server import ServerRun
+from paceline.sessions.worker import WorkerSession
+from paceline.train_state import TrainState
+from paceline.transport.messages import Data, Record, Save, Saved
 
 WORKERS, COUNT, EPOCHS = 2, 12, 3
 
@@ -61,7 +61,7 @@ def test_what_is_pushed_and_not_committed_is_unused_in_a_checkpoint(policy: str)
 def test_a_checkpoint_asked_for_while_the_data_ends() -> None:
     """The word that there are no more batches comes before that of the checkpoint."""
 
-    def work(session: ServedSession, own: Trainee) -> list[bool]:
+    def work(session: WorkerSession, own: TrainState) -> list[bool]:
         cancelled = []
         for (places,) in session.batches(samples(8), 2, epochs=2):
             with session.step() as step:
@@ -75,31 +75,33 @@ def test_a_checkpoint_asked_for_while_the_data_ends() -> None:
     assert times_used(cluster) == [2.0] * 8
 
 
-class Watched(HostingSession):
+class Watched(ServerRun):
     """The session of a server's process; that catches signals, which is not for a thread, so its parts are called."""
 
-    def __init__(self, path: Path, trainee: Trainee, policy: str, *, resume: bool = False, **options: Any) -> None:
+    def __init__(
+        self, path: Path, train_state: TrainState, policy: str, *, resume: bool = False, **options: Any
+    ) -> None:
         parsed = parse_policy(policy)
         assert isinstance(parsed, ServerPolicy)
         run = Run(path, resume=resume)
         settings: dict[str, Any] = {"seed": 7, "save_every": None, "log_every": 1, "on_nan": "stop", **options}
-        super().__init__(trainee, workers=WORKERS, policy=parsed, run=run, **settings)
-        self.commits: list[Committed] = []
+        super().__init__(train_state, workers=WORKERS, policy=parsed, run=run, **settings)
+        self.commits: list[CommitSummary] = []
         self.then: Callable[[], None] = lambda: None
         self._start(path, resume, {})
 
-    def committed(self, commit: Committed) -> None:
+    def committed(self, commit: CommitSummary) -> None:
         self.commits.append(commit)
         super().committed(commit)
         self.then()
 
     def cluster(self) -> Cluster:
-        queue, trainee = self._hosting.queue, self._trainee
+        queue, train_state = self._progress.queue, self._train_state
         policy = str(self.policy)
-        return Cluster(policy, trainee, host=self, workers=WORKERS, queue=queue, version=self.steps, seed=self.seed)
+        return Cluster(policy, train_state, host=self, workers=WORKERS, queue=queue, version=self.steps, seed=self.seed)
 
 
-def work(session: ServedSession, own: Trainee) -> None:
+def work(session: WorkerSession, own: TrainState) -> None:
     train(session, own.model, samples(COUNT), batch_size=2, epochs=EPOCHS)
 
 
@@ -110,7 +112,7 @@ def test_a_run_goes_on_where_its_server_was_stopped(tmp_path: Path, policy: str,
     used = torch.zeros(COUNT)
     all_joined = threading.Barrier(WORKERS)  # one that came later would look for a server that is gone
 
-    def work_until_told_to_stop(session: ServedSession, own: Trainee) -> None:
+    def work_until_told_to_stop(session: WorkerSession, own: TrainState) -> None:
         all_joined.wait(DEADLINE)
         with contextlib.suppress(CommError):
             work(session, own)
@@ -162,8 +164,8 @@ def test_a_checkpoint_holds_the_model_alone(tmp_path: Path) -> None:
 
 
 def test_the_server_saves_every_so_many_commits(tmp_path: Path) -> None:
-    trainee = seen_trainee(COUNT)
-    with Watched(tmp_path, trainee, "async", save_every=4) as host, host.cluster() as cluster:
+    train_state = seen_trainee(COUNT)
+    with Watched(tmp_path, train_state, "async", save_every=4) as host, host.cluster() as cluster:
         cluster.run([seen_trainee(COUNT) for _ in range(WORKERS)], work)
         steps = [int(file.stem.removeprefix("step-")) for file in host.run.checkpoints.files()]  # type: ignore[union-attr]
     assert steps == [EPOCHS * COUNT // 2 // 4 * 4 - 4 * back for back in (2, 1, 0)]

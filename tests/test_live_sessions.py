@@ -17,8 +17,8 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 from paceline.errors import NonFiniteLossError, UsageError
-from paceline.served import ServedSession
-from paceline.trainee import Trainee
+from paceline.sessions.worker import WorkerSession
+from paceline.train_state import TrainState
 
 DATA = TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(1)), torch.arange(12.0))
 
@@ -30,9 +30,9 @@ class Normed(nn.Sequential):
         super().__init__(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 1))
 
 
-def trainee() -> Trainee:
+def train_state() -> TrainState:
     model = Normed()
-    return Trainee(model=model, optimizers=[SGD(model.parameters(), lr=0.1)])
+    return TrainState(model=model, optimizers=[SGD(model.parameters(), lr=0.1)])
 
 
 class Pair:
@@ -41,16 +41,16 @@ class Pair:
     def __init__(self, cluster: Cluster, **options: Any) -> None:
         self.cluster = cluster
         self.hand = Hand(cluster, 1, model=Normed())
-        self.own = trainee()
+        self.own = train_state()
         self.model = self.own.model
-        self.session: ServedSession = cluster.session(self.own, 0, **options)
+        self.session: WorkerSession = cluster.session(self.own, 0, **options)
 
     def overtake(self) -> None:
         """Have the session's step cancelled: when this returns, the session can know."""
         self.hand.ask()
         self.hand.push(*[0.0] * 6)
         self.hand.go()
-        line = self.session._client._line
+        line = self.session._client._connection
         assert line is not None
         poll = select.poll()  # select.select refuses descriptors above 1023
         poll.register(line, select.POLLIN)
@@ -66,7 +66,7 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with Cluster("k-sync(k=1)", trainee()) as cluster:
+    with Cluster("k-sync(k=1)", train_state()) as cluster:
         pair = Pair(cluster)
         with pair.session:
             yield pair
@@ -203,7 +203,7 @@ def nan_at(pair: Pair, bad: int, **options: Any) -> list[bool]:
 
 
 def test_a_bad_loss_is_skipped() -> None:
-    with Cluster("async", trainee()) as cluster:
+    with Cluster("async", train_state()) as cluster:
         pair = Pair(cluster, on_nan="skip")
         with pair.session:
             assert nan_at(pair, 1) == [False, True, False]
@@ -217,7 +217,7 @@ def test_a_bad_loss_stops(pair: Pair) -> None:
 
 
 def test_a_bad_loss_that_is_ignored_is_left_out_by_the_server() -> None:
-    with Cluster("async", trainee()) as cluster:
+    with Cluster("async", train_state()) as cluster:
         pair = Pair(cluster, on_nan="ignore")
         with pair.session:
             nan_at(pair, 1)
@@ -240,11 +240,11 @@ def test_a_bad_loss_while_accumulating_stops(pair: Pair) -> None:
 def test_a_grad_scaler(enabled: bool) -> None:
     """Both ends have one, for both run the same script."""
 
-    def scaled() -> Trainee:
+    def scaled() -> TrainState:
         model = nn.Linear(4, 1)
         nn.init.ones_(model.weight)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
-        return Trainee(model=model, optimizers=[SGD(model.parameters(), lr=0.1)], scaler=scaler)
+        return TrainState(model=model, optimizers=[SGD(model.parameters(), lr=0.1)], scaler=scaler)
 
     def expected() -> Tensor:
         model = nn.Linear(4, 1)

@@ -11,9 +11,9 @@ from led_by_hand import Hand, batches, cluster_of_hands
 from ledger import samples, seen_trainee, times_used
 from live import Cluster
 
-from paceline.served import ServedSession
-from paceline.server.messages import Averaged, Finished, Leave, Mean
-from paceline.trainee import Trainee
+from paceline.sessions.worker import WorkerSession
+from paceline.train_state import TrainState
+from paceline.transport.messages import Averaged, Finished, Leave, Mean
 
 COUNT = 24
 
@@ -29,7 +29,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("shape", [(), (3,), (70, 70), (0, 2)], ids=str)
 def test_the_mean_of_numbers_and_tensors(shape: tuple[int, ...]) -> None:
-    def work(session: ServedSession, own: Trainee) -> list[torch.Tensor]:
+    def work(session: WorkerSession, own: TrainState) -> list[torch.Tensor]:
         values = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + session.rank
         by_examples = session.mean(values, examples=session.rank + 1)
         return [session.mean(values), by_examples, session.mean(torch.tensor(session.rank))]
@@ -74,7 +74,7 @@ def test_who_leaves_is_not_waited_for() -> None:
 def test_who_has_stopped_training_holds_up_nobody(policy: str) -> None:
     """Workers that make different numbers of steps and then average: who is done waits, and the others train on."""
 
-    def work(session: ServedSession, own: Trainee) -> tuple[int, float]:
+    def work(session: WorkerSession, own: TrainState) -> tuple[int, float]:
         steps = 0
         for (places,) in session.batches(samples(COUNT), 1, epochs=4):
             with session.step() as step:
@@ -91,7 +91,7 @@ def test_who_has_stopped_training_holds_up_nobody(policy: str) -> None:
 
 
 def test_training_goes_on_after_a_mean_in_the_middle_of_an_epoch() -> None:
-    def work(session: ServedSession, own: Trainee) -> list[float]:
+    def work(session: WorkerSession, own: TrainState) -> list[float]:
         means = []
         for number, (places,) in enumerate(session.batches(samples(COUNT), 2, epochs=2)):
             with session.step():
@@ -129,7 +129,7 @@ def test_a_batch_that_comes_back_does_not_go_to_one_who_averages(process: subpro
 def test_one_who_comes_when_the_others_average_the_epoch_before(policy: str) -> None:
     """It begins with the next epoch; nobody waits for what it cannot tell."""
 
-    def epochs_of(session: ServedSession, own: Trainee, begun: list[int]) -> list[float]:
+    def epochs_of(session: WorkerSession, own: TrainState, begun: list[int]) -> list[float]:
         means = []
         for epoch in session.epochs(3):
             begun.append(epoch)

@@ -17,7 +17,7 @@ from paceline.record.trace import (
     Record,
     TraceError,
 )
-from paceline.replay.plan import Batch, read_plan
+from paceline.replay.plan import RecordedBatch, read_plan
 
 
 def given(rank: int, step: int, batch: int, version: int = 0, *, fresh: bool = True) -> Given:
@@ -53,8 +53,8 @@ def test_commits_are_made_of_the_pushes_before_them_in_their_order() -> None:
         ]
     )
     assert [[(push.told.rank, *push.batches) for push in commit.pushes] for commit in plan.commits] == [
-        [(2, Batch(0, 2)), (0, Batch(0, 0))],
-        [(1, Batch(0, 1)), (2, Batch(0, 3))],
+        [(2, RecordedBatch(0, 2)), (0, RecordedBatch(0, 0))],
+        [(1, RecordedBatch(0, 1)), (2, RecordedBatch(0, 3))],
     ]
     assert {version: len(pushes) for version, pushes in plan.computed_from().items()} == {0: 3, 1: 1}
     assert (plan.first, plan.last, dict(plan.hashes), plan.ended) == (0, 2, {2: [bytes(16)]}, Ended(True))
@@ -63,7 +63,7 @@ def test_commits_are_made_of_the_pushes_before_them_in_their_order() -> None:
 def test_a_step_may_have_several_batches() -> None:
     more = [GivenMore(0, 0, 0, 4), GivenMore(0, 0, 1, 0), GivenMore(0, 0, -1, -1)]
     plan = read_plan([Began(0), given(0, 0, 3), *more, pushed(0, 0), committed(1, 1)])
-    assert plan.commits[0].pushes[0].batches == (Batch(0, 3), Batch(0, 4), Batch(1, 0))
+    assert plan.commits[0].pushes[0].batches == (RecordedBatch(0, 3), RecordedBatch(0, 4), RecordedBatch(1, 0))
 
 
 def test_pushes_that_were_not_committed_are_lost_when_a_server_begins_again() -> None:

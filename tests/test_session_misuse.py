@@ -30,7 +30,7 @@ def join(**options: Any) -> paceline.Session:
 
 
 def backward(session: paceline.Session) -> None:
-    F.cross_entropy(session._trainee.model(INPUTS), TARGETS).backward()  # type: ignore[no-untyped-call]
+    F.cross_entropy(session._train_state.model(INPUTS), TARGETS).backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_a_refused_session_leaves_the_directory_free(tmp_path: Path) -> None:
 
 def test_a_step_in_a_step_is_refused_and_the_outer_one_too() -> None:
     session = join()
-    before = [parameter.detach().clone() for parameter in session._trainee.model.parameters()]
+    before = [parameter.detach().clone() for parameter in session._train_state.model.parameters()]
     with pytest.raises(UsageError, match="inside another"), session.step():
         backward(session)
         with session.step():
             raise AssertionError("never entered")
-    assert_same([parameter.detach() for parameter in session._trainee.model.parameters()], before)
+    assert_same([parameter.detach() for parameter in session._train_state.model.parameters()], before)
     with session.step():
         backward(session)
     assert session.steps == 1

@@ -21,19 +21,19 @@ pytestmark = pytest.mark.processes
 # after how many commits.
 KILLS = """
 import os, signal
-from paceline.launch.environment import take_server_place
-from paceline.server.vault import Vault
+from paceline.launch.environment import take_server_assignment
+from paceline.store.double_buffer import DoubleBuffer
 
 def count():
-    before = Vault.before_update
+    before = DoubleBuffer.before_update
     def counted(vault):
         global made
         made += 1
         before(vault)
-    Vault.before_update = counted
+    DoubleBuffer.before_update = counted
 
 def kill_at(name, when, commits):
-    method = getattr(Vault, name)
+    method = getattr(DoubleBuffer, name)
     def killed(vault, *arguments):
         due = made >= commits
         if due and when == "before":
@@ -41,9 +41,9 @@ def kill_at(name, when, commits):
         method(vault, *arguments)
         if made >= commits and when == "behind":
             os.kill(os.getpid(), signal.SIGKILL)
-    setattr(Vault, name, killed)
+    setattr(DoubleBuffer, name, killed)
 
-place, made = take_server_place(), 0
+place, made = take_server_assignment(), 0
 if place is not None and place.role == "server" and place.incarnation < len(PLAN):
     shard, *kill = PLAN[place.incarnation]
     if shard == place.shard:

@@ -13,7 +13,7 @@ from processes import DEADLINE, finished, started
 from test_sharded_kills import NOT_ANSWERED, NOT_DECIDED, deaths, killed_by, told_of
 from workbench import Bench, workbench
 
-from paceline.cli import main
+from paceline.commands.cli import main
 from paceline.launch.service import ServerOptions
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 SCRIPT = """
 import os, signal, sys, torch, paceline
 from torch import nn
-from paceline.launch.environment import take_server_place
+from paceline.launch.environment import take_server_assignment
 torch.set_num_threads(1)
 SAMPLES = 40
 
@@ -36,7 +36,7 @@ class Model(nn.Module):
         return sum((-part.sum() - 1000 * part[x].sum()) for part in self.parts)
 
 model = Model()
-place = take_server_place()
+place = take_server_assignment()
 before_join()
 with paceline.join(model, torch.optim.SGD(model.parameters(), lr=1.0), run="run", resume=True) as session:
     for (x,) in session.batches(torch.utils.data.TensorDataset(torch.arange(SAMPLES)), 1, epochs=2):
@@ -102,10 +102,10 @@ def in_step(session):
 def test_a_server_that_fails_by_itself_ends_the_run(bench: Bench) -> None:
     """The other one waits to be ended, and complains of nothing."""
     hooks = """
-from paceline.server.vault import Vault
+from paceline.store.double_buffer import DoubleBuffer
 def before_join():
     if place.role == "server" and place.shard == 1:
-        Vault.before_update = lambda vault: 1 / 0
+        DoubleBuffer.before_update = lambda vault: 1 / 0
 def in_step(session):
     pass
 """

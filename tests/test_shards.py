@@ -24,12 +24,12 @@ from torch.optim.lr_scheduler import StepLR
 
 from paceline.errors import CommError, UsageError
 from paceline.record.checkpoint import read_checkpoint
-from paceline.served import ServedSession
-from paceline.server import messages as wire
-from paceline.server.calling import call
-from paceline.server.dealing import deal, layouts_of
-from paceline.server.wire import decode, encode
-from paceline.trainee import Trainee, parameters_of
+from paceline.sessions.worker import WorkerSession
+from paceline.store.partition import deal, layouts_of
+from paceline.train_state import TrainState, parameters_of
+from paceline.transport import messages as wire
+from paceline.transport.calling import call
+from paceline.transport.wire import decode, encode
 
 POLICIES = [
     "sync",
@@ -55,25 +55,25 @@ class Model(nn.Module):
         self.last = nn.Linear(7, 3)
 
 
-def adam(**options: Any) -> Trainee:
+def adam(**options: Any) -> TrainState:
     torch.manual_seed(5)
     model = Model()
     optimizer = Adam(model.parameters(), lr=0.1)
-    return Trainee(
+    return TrainState(
         model=model, optimizers=[optimizer], schedulers=[StepLR(optimizer, step_size=3, gamma=0.5)], **options
     )
 
 
-def momentum() -> Trainee:
+def momentum() -> TrainState:
     """In two groups, and clipped: for which all servers' gradients have to be known."""
     torch.manual_seed(6)
     model = Model()
     groups = [[*model.first.parameters()], [*model.norm.parameters(), *model.last.parameters()]]
     optimizer = SGD([{"params": group} for group in groups], lr=0.1, momentum=0.9)
-    return Trainee(model=model, optimizers=[optimizer], clip_norm=0.7)
+    return TrainState(model=model, optimizers=[optimizer], clip_norm=0.7)
 
 
-def outcome(policy: str, make: Callable[[], Trainee], servers: int, workers: int = 3) -> Any:
+def outcome(policy: str, make: Callable[[], TrainState], servers: int, workers: int = 3) -> Any:
     """All that a server and its workers have after the same pushes."""
     cluster = ShardedCluster(policy, make, servers=servers, workers=workers)
     with pushers(cluster, [Model() for _ in range(workers)]) as made:
@@ -82,7 +82,7 @@ def outcome(policy: str, make: Callable[[], Trainee], servers: int, workers: int
         commits = [(commit.version, commit.workers, commit.staleness) for commit in cluster.host.commits]
         pulled = [(worker.client.version, worker.model.state_dict()) for worker in made]
         figures = [(told["pushes"], told["dropped"]) for told in cluster.server.figures().values()]
-        return copy.deepcopy((commits, in_order(cluster.trainee.state_dict()), pulled, figures))
+        return copy.deepcopy((commits, in_order(cluster.train_state.state_dict()), pulled, figures))
 
 
 def in_order(state: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def in_order(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", [adam, momentum])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_several_servers_commit_what_one_does(policy: str, make: Callable[[], Trainee]) -> None:
+def test_several_servers_commit_what_one_does(policy: str, make: Callable[[], TrainState]) -> None:
     alone = outcome(policy, make, servers=1)
     assert len(alone[0]) > 4
     for servers in (2, 3):
@@ -127,7 +127,7 @@ def test_buffers_and_what_is_not_trained_stay_with_the_first_server() -> None:
 # A pull is one version ---------------------------------------------------------------------------------------------
 
 
-def versions(count: int = 5) -> Trainee:
+def versions(count: int = 5) -> TrainState:
     """Tensors that all hold the version, which a gradient of -1 moves on."""
     return weights_trainee(*range(2000, 2000 + count))
 
@@ -139,7 +139,7 @@ def held(model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize(("policy", "servers"), [("async", 2), ("async", 3), ("k-sync(k=2)", 3)])
 def test_a_pull_never_mixes_versions(policy: str, servers: int) -> None:
-    def work(session: ServedSession, own: Trainee) -> None:
+    def work(session: WorkerSession, own: TrainState) -> None:
         for _ in range(60):
             with session.step():
                 assert held(own.model) == [float(session.steps)]
@@ -165,23 +165,25 @@ class SeenInParts(nn.Module):
 
 @pytest.mark.parametrize("policy", ["k-sync(k=2)", "k-batch-async(k=3)"])
 def test_an_epoch_uses_every_sample_once(policy: str) -> None:
-    def make() -> Trainee:
+    def make() -> TrainState:
         model = SeenInParts(24, 3)
-        return Trainee(model=model, optimizers=[SGD(model.parameters(), lr=1.0)])
+        return TrainState(model=model, optimizers=[SGD(model.parameters(), lr=1.0)])
 
-    def work(session: ServedSession, own: Trainee) -> None:
+    def work(session: WorkerSession, own: TrainState) -> None:
         for (places,) in session.batches(samples(24), 1, epochs=3):
             with session.step():
                 torch.autograd.backward(own.model(places).mean())
 
     with ShardedCluster(policy, make, servers=2, workers=3) as cluster:
-        before = [each.detach().clone() for each in cluster.trainee.model.parameters()]
+        before = [each.detach().clone() for each in cluster.train_state.model.parameters()]
         cluster.run([make() for _ in range(3)], work)
         cluster.wait_for_end()
         sizes = [commit.examples for commit in cluster.host.commits]
         assert sum(sizes) == 3 * 24
         # Every commit is a mean over its pushes, so all commits of one size have moved all samples alike.
-        moved = [-(each - old).detach() for each, old in zip(cluster.trainee.model.parameters(), before, strict=True)]
+        moved = [
+            -(each - old).detach() for each, old in zip(cluster.train_state.model.parameters(), before, strict=True)
+        ]
         assert sum(float(each.sum()) for each in moved) == pytest.approx(3 * len(sizes), rel=1e-5)
         for each in moved[1:]:
             assert torch.equal(each, moved[0]), "a push is in all servers' commits, or in none"
@@ -192,13 +194,13 @@ def test_an_epoch_uses_every_sample_once(policy: str) -> None:
 
 def test_a_part_that_is_not_finite_is_refused_by_name() -> None:
     with ShardedCluster("async", versions, servers=3, workers=1) as cluster:
-        trainee = versions()
-        client = cluster.client(trainee.model, 0)
+        train_state = versions()
+        client = cluster.client(train_state.model, 0)
         client.ask(-1)
         client.next_step(-1)
-        for parameter in trainee.model.parameters():
+        for parameter in train_state.model.parameters():
             parameter.grad = torch.full_like(parameter, -1.0)
-        last = [*trainee.model.parameters()][-1].grad
+        last = [*train_state.model.parameters()][-1].grad
         assert last is not None
         last[7] = math.inf
         client.push(examples=1, loss=None, seconds=0.0)
@@ -207,7 +209,7 @@ def test_a_part_that_is_not_finite_is_refused_by_name() -> None:
         last[7] = -1.0
         client.push(examples=1, loss=None, seconds=0.0)
         assert client.next_step(-1).version == 1
-        assert held(trainee.model) == [1.0]
+        assert held(train_state.model) == [1.0]
         client.close()
 
 
@@ -230,11 +232,11 @@ def test_a_push_without_all_its_parts_is_refused() -> None:
 
 def test_an_order_that_comes_again_is_answered_and_not_carried_out() -> None:
     with ShardedCluster("async", versions, servers=2, workers=1) as cluster:
-        trainee = versions()
-        client = cluster.client(trainee.model, 0)
+        train_state = versions()
+        client = cluster.client(train_state.model, 0)
         client.ask(-1)
         client.next_step(-1)
-        for parameter in trainee.model.parameters():
+        for parameter in train_state.model.parameters():
             parameter.grad = torch.full_like(parameter, -1.0)
         client.push(examples=1, loss=None, seconds=0.0)
         client.next_step(-1)
@@ -245,7 +247,7 @@ def test_an_order_that_comes_again_is_answered_and_not_carried_out() -> None:
         update = wire.Update(cluster.shards._orders - 2, 1, math.nan)
         other.send(update)
         other.wait()
-        assert other.answer.number == update.number and held(cluster.trainee.model) == [1.0]
+        assert other.answer.number == update.number and held(cluster.train_state.model) == [1.0]
         other.send(update._replace(number=update.number + 5))
         with pytest.raises(CommError, match=f"refused an order: wanted order {update.number + 3}"):
             other.wait()
@@ -276,7 +278,7 @@ def test_parameters_and_gradients_that_are_sealed_on_their_way() -> None:
     with pushers(cluster, [Model(), Model()], address=cluster.tcp_address) as made:
         lead(made, range(TURNS))
         cluster.collect()
-        assert_same(in_order(cluster.trainee.state_dict()), outcome("sync", adam, servers=1, workers=2)[1])
+        assert_same(in_order(cluster.train_state.state_dict()), outcome("sync", adam, servers=1, workers=2)[1])
 
 
 def test_a_worker_whose_connection_to_one_server_is_lost_comes_back() -> None:
@@ -290,7 +292,7 @@ def test_a_worker_whose_connection_to_one_server_is_lost_comes_back() -> None:
         worker.has_step = True
         lead([worker], range(5, 10))
         assert worker.client.incarnation > 0
-        assert_same(worker.model.state_dict(), cluster.trainee.model.state_dict())
+        assert_same(worker.model.state_dict(), cluster.train_state.model.state_dict())
         assert len(cluster.host.commits) == 10
 
 
@@ -305,7 +307,7 @@ def saved_after(folder: Path, turns: range, servers: int, *, resume: Path | None
         cluster = ShardedCluster(
             "async",
             lambda: adam(clip_norm=0.7),
-            trainee=host._trainee,
+            train_state=host._train_state,
             servers=servers,
             workers=1,
             host=host,
@@ -333,16 +335,16 @@ def test_the_first_server_keeps_its_own_part_alone(tmp_path: Path) -> None:
     with Watched(tmp_path / "run", adam(), "async") as host:
         host._load(read_checkpoint(saved_after(tmp_path / "before", range(4), 1)))
         cluster = ShardedCluster(
-            "async", adam, trainee=host._trainee, servers=2, workers=1, host=host, version=host.steps
+            "async", adam, train_state=host._train_state, servers=2, workers=1, host=host, version=host.steps
         )
         host._shards = cluster.shards
         with pushers(cluster, [Model()]) as (worker,):
             worker.saves_to = str(tmp_path / "last")
             lead([worker], range(4, 8))
         host._shards = None
-    parameters = parameters_of(cluster.trainee.optimizers[0])
-    kept = {id(parameters[number]) for _, number, _ in cluster.server._vault._placed}
-    own = layouts_of(cluster.trainee.model, 2)[0]
+    parameters = parameters_of(cluster.train_state.optimizers[0])
+    kept = {id(parameters[number]) for _, number, _ in cluster.server._double_buffer._placed}
+    own = layouts_of(cluster.train_state.model, 2)[0]
     assert kept == {id(parameter) for parameter in own.trained}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import main
+from paceline.commands.cli import main
 from paceline.errors import UsageError
 from paceline.studies import StragglersStudy, StudyContext, TradeOffStudy
 from paceline.studies.files import write_result

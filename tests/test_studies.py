@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli import main
+from paceline.commands.cli import main
 from paceline.errors import PacelineError, UsageError
 from paceline.report import plots
 from paceline.spec import from_spec
@@ -37,7 +37,7 @@ from paceline.studies import (
 from paceline.studies.files import as_json, as_markdown, check_folder, write_result
 from paceline.studies.options import command_options
 from paceline.studies.study import Axis, Column, Series, option
-from paceline.training import evaluate
+from paceline.training.train import evaluate
 
 SHARED_OPTIONS = {"data", "seed", "out", "json", "as_json", "help"}
 

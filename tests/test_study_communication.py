@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import main
+from paceline.commands.cli import main
 from paceline.studies import CommunicationStudy, StudyContext
 from paceline.virtual.links import parse_link, ring_seconds, server_bytes, server_seconds, tree_seconds
 

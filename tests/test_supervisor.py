@@ -18,7 +18,8 @@ from processes import DEADLINE, started, wait_until_gone
 from workbench import Bench, Ended, when_all_say, workbench
 
 from paceline.errors import UsageError
-from paceline.launch import guard, supervisor
+from paceline.launch import reaper as guard
+from paceline.launch import supervisor
 from paceline.launch.store import HostedStore
 from paceline.launch.supervisor import supervise
 

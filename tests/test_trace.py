@@ -13,7 +13,18 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paceline.record import trace as traced
-from paceline.record.trace import MAGIC, Committed, Given, Joined, Place, Pushed, Record, Trace, TraceError, TraceWriter
+from paceline.record.trace import (
+    MAGIC,
+    Committed,
+    Given,
+    Joined,
+    Pushed,
+    Record,
+    Trace,
+    TraceError,
+    TracePosition,
+    TraceWriter,
+)
 
 ABOUT = {"torch": "1.2.3", "threads": 1, "command": ["script.py", "--fast"]}
 VALUES: dict[str, st.SearchStrategy[Any]] = {
@@ -41,10 +52,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trace") / "trace.bin"
 
 
-def write(file: Path, blocks: Sequence[Sequence[Record]]) -> list[Place]:
+def write(file: Path, blocks: Sequence[Sequence[Record]]) -> list[TracePosition]:
     """Write records, flushed after each block; tells how far the file was after the description and after each."""
     writer = TraceWriter(file, ABOUT)
-    places = [writer.place]
+    places = [writer.position]
     for block in blocks:
         for record in block:
             writer.append(record)
@@ -77,7 +88,7 @@ def test_much_at_once_is_flushed_by_itself(file: Path) -> None:
     records = [Joined(rank, 0, 0.5) for rank in range(10_000)]
     for record in records:
         writer.append(record)
-    assert writer.place.length > 100_000
+    assert writer.position.length > 100_000
     writer.close()
     assert list(Trace(file)) == records
 

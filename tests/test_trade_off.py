@@ -12,8 +12,8 @@ import pytest
 from paceline.errors import UsageError
 from paceline.studies import StudyContext, TradeOffStudy
 from paceline.studies.trade_off import Fall, fall_of, order_of
-from paceline.virtual.learning import Learned, Point
 from paceline.virtual.simulate import Scenario, simulate
+from paceline.virtual.training import Point, TrainingOutcome
 
 
 @pytest.mark.parametrize("options", [{"policies": ()}, {"seconds": 0.0}, {"rate": -1.0}, {"weight_decay": -0.1}])
@@ -37,11 +37,11 @@ def test_weight_decay_is_part_of_the_trade_off() -> None:
     assert floors[0] < floors[1]  # type: ignore[operator]
 
 
-def learned(policy: str, losses: list[float]) -> Learned:
+def learned(policy: str, losses: list[float]) -> TrainingOutcome:
     """A run whose test loss was looked at once a second."""
     run = simulate(Scenario(policy=policy, workers=2, delay="1"), commits=1)
     curve = [Point(seconds=at, commits=at, loss=loss, value=1 - loss) for at, loss in enumerate(losses)]
-    return Learned(run=run, curve=tuple(curve))
+    return TrainingOutcome(run=run, curve=tuple(curve))
 
 
 def test_a_fall_is_read_off_its_curve() -> None:

@@ -21,7 +21,7 @@ from paceline.problems import Metric, Problem, Recipe
 from paceline.record.checkpoint import read_checkpoint
 from paceline.schedules import ScheduleConfig
 from paceline.seeding import derive_seed, seed_streams
-from paceline.training import Progress, TrainConfig, evaluate, train
+from paceline.training.train import Progress, TrainConfig, evaluate, train
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import WireError
-from paceline.server.messages import (
+from paceline.transport.messages import (
     KINDS,
     Alive,
     Ask,
-    Batch,
+    BatchMessage,
     Count,
     Data,
     Described,
@@ -24,12 +24,12 @@ from paceline.server.messages import (
     Hello,
     Mean,
     Message,
-    Push,
+    PushMessage,
     Refused,
     Save,
     Skip,
 )
-from paceline.server.wire import MAX_HEAD, decode, encode
+from paceline.transport.wire import MAX_HEAD, decode, encode
 
 _TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 _COUNTS = st.integers(0, 2**64 - 1)
@@ -57,9 +57,9 @@ MESSAGES = st.one_of([_some(kind) for kind in KINDS.values()])
 
 EXAMPLES: list[Message] = [
     Hello(-1, 0, 77, "host", False, (Described("0.weight", (3, 4), "float32", True),)),
-    Push(3, 2, 64, 0.5, 0.01, True, 2**64 - 1, b"\xff\x01"),
+    PushMessage(3, 2, 64, 0.5, 0.01, True, 2**64 - 1, b"\xff\x01"),
     Go(3, 2, True, 0, 17, 4),
-    Batch(3, 0, 18),
+    BatchMessage(3, 0, 18),
     Ask(10, 1),
     Mean(0, "loss", 1.0, (0.25, math.inf)),
     Data(1000, 64, "short", True),
@@ -170,7 +170,7 @@ BAD_BODIES = [
     (Mean, b'{"epoch":0,"key":"a","weight":1.0,"values":{}}', "Mean.values: wanted tuple"),
     (Go, bytes(16) + b"\x02" + bytes(25), "wanted 0 or 1 for a flag, found 2"),
     (Skip, bytes(7), "wanted a body of 16 bytes, found 7"),
-    (Push, bytes(48), "wanted a body of at least 49 bytes, found 48"),
+    (PushMessage, bytes(48), "wanted a body of at least 49 bytes, found 48"),
 ]
 
 

@@ -32,7 +32,7 @@ def described(num_samples: int = 10, batch_size: int = 3, last: Last = "short") 
 
 
 @dataclass
-class Crew:
+class Processes:
     """Workers that take, use and give back, and an account of it apart from the queue's."""
 
     queue: WorkQueue
@@ -78,46 +78,46 @@ def test_every_batch_of_every_epoch_is_used_once(
     deeds: list[Deed], num_samples: int, data: st.DataObject, last: Last
 ) -> None:
     batch_size = data.draw(st.integers(1, num_samples))
-    crew = Crew(described(num_samples, batch_size, last))
-    crew.play(deeds)
-    crew.work_to_the_end()
+    processes = Processes(described(num_samples, batch_size, last))
+    processes.play(deeds)
+    processes.work_to_the_end()
     batches = ShardedSampler(num_samples, batch_size, last=last).steps_per_epoch
-    assert crew.used == {(epoch, batch): 1 for epoch in range(EPOCHS) for batch in range(batches)}
+    assert processes.used == {(epoch, batch): 1 for epoch in range(EPOCHS) for batch in range(batches)}
 
 
 @given(deeds=deeds)
 def test_the_oldest_batch_that_nobody_has_goes_out_first(deeds: list[Deed]) -> None:
-    crew = Crew(described())
-    crew.play(deeds)
+    processes = Processes(described())
+    processes.play(deeds)
     everything = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(4)]
-    taken = crew.used.keys() | {batch for batches in crew.held.values() for batch in batches}
+    taken = processes.used.keys() | {batch for batches in processes.held.values() for batch in batches}
     oldest = next((batch for batch in everything if batch not in taken), None)
-    assert crew.queue.take(0, EPOCHS) == oldest
+    assert processes.queue.take(0, EPOCHS) == oldest
 
 
 @given(deeds=deeds)
 def test_an_epoch_is_finished_when_all_its_batches_are_used(deeds: list[Deed]) -> None:
-    crew = Crew(described())
-    crew.play(deeds)
-    used = [sum(epoch == of for of, _ in crew.used) == 4 for epoch in range(EPOCHS)]
+    processes = Processes(described())
+    processes.play(deeds)
+    used = [sum(epoch == of for of, _ in processes.used) == 4 for epoch in range(EPOCHS)]
     done = next((epoch for epoch, all_used in enumerate(used) if not all_used), EPOCHS)
-    assert crew.queue.epoch == done
+    assert processes.queue.epoch == done
     for epochs in range(EPOCHS + 1):
-        assert crew.queue.finished(epochs) == (epochs <= done)
+        assert processes.queue.finished(epochs) == (epochs <= done)
 
 
 @given(deeds=deeds)
 def test_what_was_saved_goes_on_as_if_all_leases_had_come_back(deeds: list[Deed]) -> None:
-    crew = Crew(described())
-    crew.play(deeds)
-    saved = crew.queue.state_dict()
-    for worker in crew.held:
-        crew.give_back(worker)
-    assert crew.queue.state_dict() == saved
+    processes = Processes(described())
+    processes.play(deeds)
+    saved = processes.queue.state_dict()
+    for worker in processes.held:
+        processes.give_back(worker)
+    assert processes.queue.state_dict() == saved
     later = WorkQueue()
     later.load_state_dict(saved)
     assert later.state_dict() == saved
-    assert [later.take(1, EPOCHS) for _ in range(5)] == [crew.queue.take(2, EPOCHS) for _ in range(5)]
+    assert [later.take(1, EPOCHS) for _ in range(5)] == [processes.queue.take(2, EPOCHS) for _ in range(5)]
 
 
 def test_several_leases_of_a_step_come_back_together() -> None:

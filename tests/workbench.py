@@ -16,7 +16,8 @@ import pytest
 from processes import DEADLINE, MARK, living, wait_until_gone
 
 import paceline
-from paceline.launch import guard, supervisor
+from paceline.launch import reaper as guard
+from paceline.launch import supervisor
 from paceline.launch.supervisor import supervise
 
 PROLOGUE = """

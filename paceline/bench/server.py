@@ -27,12 +27,12 @@ from paceline.bench.measuring import Row, median_ratio
 from paceline.policies import parse_policy
 from paceline.policies.server import ServerPolicy
 from paceline.record.trace import TraceWriter
-from paceline.server.channel import Sealing
 from paceline.server.client import Client
-from paceline.server.listening import Listener
-from paceline.server.live import Committed, LiveServer
+from paceline.server.live import CommitSummary, LiveServer
 from paceline.server.work_queue import WorkQueue
-from paceline.trainee import Trainee
+from paceline.train_state import TrainState
+from paceline.transport.channel import Sealing
+from paceline.transport.listening import Listener
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (4 * KB, MB, 25 * MB)
@@ -212,9 +212,9 @@ def _serve(size: int, ways: dict[str, Sealing | None]) -> list[Row]:
 def _be_server(size: int, listener: Listener, memory: int, workers: int = 1, trace: TraceWriter | None = None) -> None:
     model, policy = _model(size), parse_policy("async")
     assert isinstance(policy, ServerPolicy)
-    trainee = Trainee(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    train_state = TrainState(model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
     server = LiveServer(
-        trainee,
+        train_state,
         policy,
         workers=workers,
         memory=memory,
@@ -237,7 +237,7 @@ class _Host:
     def rate(self) -> float:
         return 0.1
 
-    def committed(self, commit: Committed) -> None:
+    def committed(self, commit: CommitSummary) -> None:
         pass
 
     def write_down(self) -> None:

@@ -49,18 +49,18 @@ _REDUCE_SCATTER_OPTIONS = c10d.ReduceScatterOptions()
 _SCATTER_OPTIONS = c10d.ScatterOptions()
 
 
-def create(place: Any, options: Any) -> Any:
+def create(opts: Any, options: Any) -> Any:
     """Make a group, as ``torch.distributed`` asks for it; the result is a process group, or a Gloo backend."""
     if options is not None:
         raise UsageError(f"backend {NAME!r} has no options, got {options!r}")
-    where = place.store, place.group_rank, place.group_size, place.timeout
-    hosts = _hosts(place)
+    where = opts.store, opts.group_rank, opts.group_size, opts.timeout
+    hosts = _hosts(opts)
     without = next((rank for rank, host in enumerate(hosts) if host.startswith("!")), None)
     if without is None and len(set(hosts)) == 1:
-        return ProcessGroup(*where, place.group_id, place.global_ranks_in_group)
+        return ProcessGroup(*where, opts.group_id, opts.global_ranks_in_group)
     if without is None and len(set(hosts)) < len(hosts):
-        return TwoLevelGroup(*where, place.group_id, hosts)
-    if without is not None and place.group_rank == 0:
+        return TwoLevelGroup(*where, opts.group_id, hosts)
+    if without is not None and opts.group_rank == 0:
         _tell_once(f"backend {NAME!r} uses Gloo: on rank {without}, {hosts[without][1:]}")
     return c10d.ProcessGroupGloo(*where)
 
@@ -70,19 +70,19 @@ def _tell_once(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
-def _hosts(place: Any) -> list[str]:
+def _hosts(opts: Any) -> list[str]:
     """Which host each rank is on, or behind an exclamation mark why it cannot share memory."""
-    keys = [f"host/{rank}" for rank in range(place.group_size)]
-    place.store.set(keys[place.group_rank], host_identity() if native.available() else f"!{native.reason()}")
+    keys = [f"host/{rank}" for rank in range(opts.group_size)]
+    opts.store.set(keys[opts.group_rank], host_identity() if native.available() else f"!{native.reason()}")
     try:
-        place.store.wait(keys, place.timeout)
+        opts.store.wait(keys, opts.timeout)
     except RuntimeError as error:  # which it is depends on the store
-        missing = [rank for rank, key in enumerate(keys) if not place.store.check([key])]
+        missing = [rank for rank, key in enumerate(keys) if not opts.store.check([key])]
         raise CommError(
-            f"group {place.group_id!r}: rank {place.group_rank} waited {place.timeout.total_seconds():g} s for ranks "
+            f"group {opts.group_id!r}: rank {opts.group_rank} waited {opts.timeout.total_seconds():g} s for ranks "
             f"{missing} to join; are they running?"
         ) from error
-    return [place.store.get(key).decode() for key in keys]
+    return [opts.store.get(key).decode() for key in keys]
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -328,12 +328,12 @@ class ProcessGroup(PythonGroup):
     @_by_device
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _GATHER_OPTIONS) -> Work:
         tickets, staged = [], []
-        for place, input in enumerate(inputs):
+        for index, input in enumerate(inputs):
             source = Staged(input, read=True)
             targets = []
             if self._rank == opts.rootRank:
-                self._check_pieces("gather", "output", outputs[place], input)
-                targets = [Staged(piece) for piece in outputs[place]]
+                self._check_pieces("gather", "output", outputs[index], input)
+                targets = [Staged(piece) for piece in outputs[index]]
             tickets.append(
                 self._shared.gather(
                     source.address,
@@ -351,12 +351,12 @@ class ProcessGroup(PythonGroup):
     @_by_device
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = _SCATTER_OPTIONS) -> Work:
         tickets, staged = [], []
-        for place, output in enumerate(outputs):
+        for index, output in enumerate(outputs):
             target = Staged(output)
             sources = []
             if self._rank == opts.rootRank:
-                self._check_pieces("scatter", "input", inputs[place], output)
-                sources = [Staged(piece, read=True) for piece in inputs[place]]
+                self._check_pieces("scatter", "input", inputs[index], output)
+                sources = [Staged(piece, read=True) for piece in inputs[index]]
             tickets.append(
                 self._shared.scatter(
                     [source.address for source in sources],

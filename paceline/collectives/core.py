@@ -98,8 +98,10 @@ class SharedGroup:
     ) -> None:
         check_ranks(rank, size)
         self.rank, self.size, self.name = rank, size, name
-        place = meet(store, rank, size, timeout=timeout, name=name)
-        self._group = _core.join(place.file, rank, size, place.cores, timeout, name, place.life, numbers or range(size))
+        meeting = meet(store, rank, size, timeout=timeout, name=name)
+        self._group = _core.join(
+            meeting.file, rank, size, meeting.cores, timeout, name, meeting.life, numbers or range(size)
+        )
         # The owners of memory in use, oldest first. Only collectives end in their order.
         self._kept: dict[bool, deque[tuple[_core.Ticket, list[object]]]] = {False: deque(), True: deque()}
         self._keeping = threading.Lock()
@@ -147,8 +149,8 @@ class SharedGroup:
         self, input: int, outputs: Pieces, count: int, dtype: str, *, async_: bool = False, keep: object = None
     ) -> Ticket | None:
         """Copy every rank's ``count`` elements to all ranks."""
-        places = self._pieces(outputs, count, dtype)
-        return self._call("all_gather", dtype, count, input, outputs=places, async_=async_, keep=keep)
+        targets = self._pieces(outputs, count, dtype)
+        return self._call("all_gather", dtype, count, input, outputs=targets, async_=async_, keep=keep)
 
     def gather(
         self,
@@ -162,8 +164,8 @@ class SharedGroup:
         keep: object = None,
     ) -> Ticket | None:
         """Copy every rank's ``count`` elements to ``root``, the only one that needs ``outputs``."""
-        places = self._pieces(outputs, count, dtype) if self.rank == root else None
-        return self._call("gather", dtype, count, input, outputs=places, root=root, async_=async_, keep=keep)
+        targets = self._pieces(outputs, count, dtype) if self.rank == root else None
+        return self._call("gather", dtype, count, input, outputs=targets, root=root, async_=async_, keep=keep)
 
     def scatter(
         self,
@@ -178,8 +180,8 @@ class SharedGroup:
     ) -> Ticket | None:
         """Give each rank its ``count`` elements of the root's ``inputs``."""
         pieces = self._pieces(inputs, count, dtype) if self.rank == root else None
-        places = [output] * self.size
-        return self._call("scatter", dtype, count, inputs=pieces, outputs=places, root=root, async_=async_, keep=keep)
+        targets = [output] * self.size
+        return self._call("scatter", dtype, count, inputs=pieces, outputs=targets, root=root, async_=async_, keep=keep)
 
     def reduce_scatter(
         self, inputs: Pieces, output: int, count: int, dtype: str, op: str, *, async_: bool = False, keep: object = None
@@ -192,8 +194,8 @@ class SharedGroup:
         self, inputs: Pieces, outputs: Pieces, count: int, dtype: str, *, async_: bool = False, keep: object = None
     ) -> Ticket | None:
         """Give each rank its piece of everyone's ``inputs``, ``count`` elements each."""
-        pieces, places = self._pieces(inputs, count, dtype), self._pieces(outputs, count, dtype)
-        return self._call("all_to_all", dtype, count, inputs=pieces, outputs=places, async_=async_, keep=keep)
+        pieces, targets = self._pieces(inputs, count, dtype), self._pieces(outputs, count, dtype)
+        return self._call("all_to_all", dtype, count, inputs=pieces, outputs=targets, async_=async_, keep=keep)
 
     def all_to_all_uneven(
         self,

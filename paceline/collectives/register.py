@@ -27,10 +27,10 @@ def _register_with(distributed: ModuleType) -> None:
         distributed.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(place: Any, options: Any) -> Any:
+def _create(opts: Any, options: Any) -> Any:
     from paceline.collectives.backend import create
 
-    return create(place, options)
+    return create(opts, options)
 
 
 class _TorchWatcher(MetaPathFinder):

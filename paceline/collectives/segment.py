@@ -39,7 +39,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class Meeting:
     """What a rank gets: the group's file, one descriptor per rank's process, and the cores they share."""
 
     file: int
@@ -56,7 +56,7 @@ def host_identity() -> str:
     return f"{boot}/net:{Path('/proc/self/ns/net').stat().st_ino}/user:{os.getuid()}"
 
 
-def meet(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Place:
+def meet(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Meeting:
     """Wait for all ranks, and give each its place. Keys in the store start with the group's name."""
     with contextlib.ExitStack() as undo:
         try:
@@ -66,13 +66,13 @@ def meet(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Pl
         undo.callback(os.close, own)
         deadline = time.monotonic() + min(timeout, _LONGEST)
         if rank == 0:
-            place = _host(store, size, own, deadline, name)
+            meeting = _host(store, size, own, deadline, name)
         else:
-            place = _visit(store, rank, size, own, deadline, name)
-    return place
+            meeting = _visit(store, rank, size, own, deadline, name)
+    return meeting
 
 
-def _host(store: Store, size: int, own: int, deadline: float, name: str) -> Place:
+def _host(store: Store, size: int, own: int, deadline: float, name: str) -> Meeting:
     address, token = f"\0paceline-{secrets.token_hex(16)}", secrets.token_hex(16)
     cores = len(os.sched_getaffinity(0))
     with contextlib.ExitStack() as on_failure, _listening(address, size) as listener:
@@ -93,10 +93,10 @@ def _host(store: Store, size: int, own: int, deadline: float, name: str) -> Plac
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
                 _send_descriptors(connection, [file, *order], cores)
         on_failure.pop_all()
-    return Place(file, order, cores)
+    return Meeting(file, order, cores)
 
 
-def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: str) -> Place:
+def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: str) -> Meeting:
     greeting = json.loads(_told(store, f"{name}/address", deadline, f"group {name!r}: rank {rank} waits for rank 0"))
     if greeting["host"] != host_identity():
         raise CommError(
@@ -114,7 +114,7 @@ def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: 
             descriptors, cores = _receive_descriptors(connection, size + 1)
         except OSError as error:
             raise CommError(f"group {name!r}: rank {rank} cannot reach rank 0 on this host: {error}") from error
-    return Place(descriptors[0], descriptors[1:], cores)
+    return Meeting(descriptors[0], descriptors[1:], cores)
 
 
 def _told(store: Store, key: str, deadline: float, waiting: str) -> bytes:

@@ -82,8 +82,8 @@ class DatasetFeed:
         shards = self._sampler.epoch(epoch, consumed)
         if type(self._dataset) is TensorDataset and not self._options:
             for shard in shards:
-                places = _to_fetch(shard)
-                data = [tensor[places] for tensor in self._dataset.tensors]
+                indices = _to_fetch(shard)
+                data = [tensor[indices] for tensor in self._dataset.tensors]
                 yield Fetched(data, len(shard.indices), shard.total, shard.consumed_after)
             return
         pending, requested = itertools.tee(shards)  # a loader with workers asks ahead of what it has given
@@ -168,7 +168,7 @@ class LoaderFeed:
 
     def _generators(self) -> list[torch.Generator]:
         sampler = getattr(self._loader, "sampler", None)
-        found = [getattr(place, "generator", None) for place in (self._loader, sampler)]
+        found = [getattr(holder, "generator", None) for holder in (self._loader, sampler)]
         return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
 
     def _rest(self, batches: Iterator[Any], epoch: int, consumed: int) -> Iterator[Fetched]:
@@ -339,9 +339,9 @@ class NumberedFetch(Dataset[Any]):
         self._epoch = epoch
 
     def __getitems__(self, requests: Sequence[tuple[int, list[int]]]) -> list[Any]:
-        ((number, places),) = requests
+        ((number, indices),) = requests
         if self._seed is not None:
             seed_streams(derive_seed(self._seed, "batch", self._epoch, number))
         if hasattr(self._dataset, "__getitems__"):
-            return list(self._dataset.__getitems__(places))
-        return [self._dataset[place] for place in places]
+            return list(self._dataset.__getitems__(indices))
+        return [self._dataset[index] for index in indices]

@@ -25,15 +25,15 @@ class NumberedBatches:
 
     def fetch(self, epoch: int, number: int) -> tuple[Any, int]:
         """Give batch ``number`` of ``epoch``, and how many samples it has."""
-        places = self._places(epoch, number)
+        indices = self._indices(epoch, number)
         if type(self._dataset) is TensorDataset:
-            return [tensor[places] for tensor in self._dataset.tensors], len(places)
+            return [tensor[indices] for tensor in self._dataset.tensors], len(indices)
         # Seeded as where each worker takes its batches in turn: by the position of the first sample.
         first = number * self.sampler.batch_size
         fetch = NumberedFetch(self._dataset, self.sampler.seed, epoch)
-        return self._collate(fetch.__getitems__([(first, places.tolist())])), len(places)
+        return self._collate(fetch.__getitems__([(first, indices.tolist())])), len(indices)
 
-    def _places(self, epoch: int, number: int) -> Tensor:
+    def _indices(self, epoch: int, number: int) -> Tensor:
         if epoch not in self._orders:
             self._orders = {known: order for known, order in self._orders.items() if known >= epoch - 1}
             self._orders[epoch] = self.sampler.order(epoch)

@@ -60,7 +60,7 @@ class ReplayOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerPlace:
+class ServerAssignment:
     """A process's place at a parameter server: which of the two it is, and what it needs to find or be one.
 
     Every worker that ``paceline run`` starts has one, also if no server will be needed.
@@ -96,7 +96,7 @@ class ServerPlace:
         return f"{host}:{int(port) + shard if int(port) else 0}"
 
 
-_place: ServerPlace | None = None  # as taken
+_assignment: ServerAssignment | None = None  # as taken
 
 
 def read_world(environment: Mapping[str, str] | None = None) -> World | None:
@@ -108,7 +108,7 @@ def read_world(environment: Mapping[str, str] | None = None) -> World | None:
     for a server, or for a worker whose rank is the server's to give.
     """
     found = _Variables(os.environ if environment is None else environment)
-    at_server = found.any(_SERVER) or (environment is None and _place is not None)
+    at_server = found.any(_SERVER) or (environment is None and _assignment is not None)
     if at_server and not found.any("RANK"):
         return None
     if found.any("RANK", "WORLD_SIZE"):
@@ -118,7 +118,7 @@ def read_world(environment: Mapping[str, str] | None = None) -> World | None:
     return None
 
 
-def read_place() -> tuple[int, int] | None:
+def read_rank_and_size() -> tuple[int, int] | None:
     """This process's rank and the number of workers, if a launcher started it."""
     world = read_world()
     return (world.rank, world.size) if world is not None else None
@@ -151,26 +151,26 @@ def take_supervisor() -> tuple[int, int] | None:
     return int(values[0]), int(values[1])
 
 
-def take_server_place() -> ServerPlace | None:
+def take_server_assignment() -> ServerAssignment | None:
     """Take this process's place at a parameter server out of the environment, and give it again when asked again.
 
     Its children find neither the token nor the memory.
     """
-    global _place
+    global _assignment
     if os.environ.get(_SERVER):
-        _place = _read_server_place(os.environ)
+        _assignment = _read_server_assignment(os.environ)
         for name in SERVICE:
             os.environ.pop(name, None)
-    return _place
+    return _assignment
 
 
-def _read_server_place(environment: Mapping[str, str]) -> ServerPlace:
+def _read_server_assignment(environment: Mapping[str, str]) -> ServerAssignment:
     found = _Variables(environment)
     role = found.text(_ROLE, _SERVER) if found.any(_ROLE) else "worker"
     if role not in ("worker", "server"):
         raise UsageError(f"{_ROLE} should be server, or not set, found {role!r} in the environment")
     memory, *others = _own_descriptors(found)
-    return ServerPlace(
+    return ServerAssignment(
         address=found.text(_SERVER, _SERVER),
         token=found.text(TOKEN, _SERVER),
         role="server" if role == "server" else "worker",
@@ -218,21 +218,21 @@ def _read_replay(text: str) -> ReplayOrder:
     )
 
 
-def server_variables(place: ServerPlace) -> dict[str, str]:
+def server_variables(assignment: ServerAssignment) -> dict[str, str]:
     """The environment variables in which a process finds this place; the number of workers is not among them."""
     values = {
-        _SERVER: place.address,
-        TOKEN: place.token,
-        _ROLE: "server" if place.role == "server" else None,
+        _SERVER: assignment.address,
+        TOKEN: assignment.token,
+        _ROLE: "server" if assignment.role == "server" else None,
         _MEMORY_DESCRIPTOR: None
-        if place.memory_fd is None
-        else ",".join(map(str, (place.memory_fd, *place.shard_fds))),
-        _INCARNATION: place.incarnation,
-        _DELAY: place.delay and json.dumps({"text": place.delay[0], "unit": place.delay[1]}),
-        _BIND: place.bind,
-        _TRUSTED: "1" if place.trusted else None,
-        _REPLAY: place.replay and json.dumps(asdict(place.replay)),
-        _SHARD: place.shard or None,
+        if assignment.memory_fd is None
+        else ",".join(map(str, (assignment.memory_fd, *assignment.shard_fds))),
+        _INCARNATION: assignment.incarnation,
+        _DELAY: assignment.delay and json.dumps({"text": assignment.delay[0], "unit": assignment.delay[1]}),
+        _BIND: assignment.bind,
+        _TRUSTED: "1" if assignment.trusted else None,
+        _REPLAY: assignment.replay and json.dumps(asdict(assignment.replay)),
+        _SHARD: assignment.shard or None,
     }
     return {name: str(value) for name, value in values.items() if value is not None}
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.launch.crew import Crew
-from paceline.launch.culprit import SERVER, Fault, Life, find_fault, find_kill
-from paceline.launch.environment import ReplayOrder, ServerPlace
-from paceline.launch.outfit import Outfit
+from paceline.launch.environment import ReplayOrder, ServerAssignment
+from paceline.launch.failures import SERVER, Fault, Life, find_fault, find_kill
+from paceline.launch.process_environment import ProcessEnvironment
+from paceline.launch.processes import Processes
 
 _MOST_FRUITLESS = 10  # processes of one rank in a row that are killed before they join
 _ITS_OWN_FAULT = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
@@ -65,17 +65,17 @@ def make_token() -> str:
 
 
 @contextlib.contextmanager
-def open_place(options: ServerOptions) -> Iterator[ServerPlace]:
+def open_assignment(options: ServerOptions) -> Iterator[ServerAssignment]:
     """Make the place where the workers of this host find their server: an address, a token, memory to share."""
     if options.join is not None:
         if options.token is None:
             raise UsageError(f"joining {options.join} needs the token that its server was started with")
-        yield ServerPlace(address=options.join, token=options.token, delay=options.delay, trusted=options.trusted)
+        yield ServerAssignment(address=options.join, token=options.token, delay=options.delay, trusted=options.trusted)
         return
     # Neither has a name in any file system: nothing is left behind, however the run ends.
     memories = [os.memfd_create("paceline-server") for _ in range(options.servers) if hasattr(os, "memfd_create")]
     try:
-        yield ServerPlace(
+        yield ServerAssignment(
             address=f"ipc://@paceline-{secrets.token_hex(16)}",
             token=options.token or make_token(),
             memory_fd=memories[0] if memories else None,
@@ -92,14 +92,20 @@ def open_place(options: ServerOptions) -> Iterator[ServerPlace]:
 class Service:
     """Starts the processes of a run, and under a server sees to workers that are killed."""
 
-    def __init__(self, crew: Crew, command: Sequence[str], outfit: Outfit, options: ServerOptions) -> None:
-        self._crew = crew
+    def __init__(
+        self,
+        processes: Processes,
+        command: Sequence[str],
+        process_environment: ProcessEnvironment,
+        options: ServerOptions,
+    ) -> None:
+        self._processes = processes
         self._command = command
-        self._outfit = outfit
+        self._process_environment = process_environment
         self._options = options
-        place = outfit.place
-        self._memory = () if place is None or place.memory_fd is None else (place.memory_fd,)
-        self._descriptors = (*self._memory, *(() if place is None else place.shard_fds))
+        assignment = process_environment.assignment
+        self._memory = () if assignment is None or assignment.memory_fd is None else (assignment.memory_fd,)
+        self._descriptors = (*self._memory, *(() if assignment is None else assignment.shard_fds))
         self._has_server = False
         self._server_incarnation = 0
         self._bind = options.bind
@@ -116,12 +122,12 @@ class Service:
         if self._options.needed or self._options.alone:
             self._start_servers()
         if not self._options.alone:
-            for rank in range(self._outfit.workers):
+            for rank in range(self._process_environment.workers):
                 self._start_worker(Life(rank=rank))
 
     def attend(self) -> None:
         """Start the server when a worker has asked for it; tell of workers that were killed, and replace them."""
-        lives = self._crew.lives
+        lives = self._processes.lives
         if not self.served and any(life.needs_server for life in lives):
             self._start_servers()
         # The server first: whether it comes back counts for the workers.
@@ -135,7 +141,7 @@ class Service:
 
     def fault(self) -> Fault | None:
         """What has gone wrong, if anything has."""
-        return find_fault(self._crew.lives, served=self.served) or self._overdue()
+        return find_fault(self._processes.lives, served=self.served) or self._overdue()
 
     def _may_be_killed(self, life: Life) -> bool:
         if life.failure is not None:
@@ -147,7 +153,7 @@ class Service:
         return self.served or (self._options.respawn and life.sessions == 0)
 
     def _servers(self) -> list[Life]:
-        return [life for life in self._crew.lives if life.rank <= SERVER]
+        return [life for life in self._processes.lives if life.rank <= SERVER]
 
     def _start_servers(self, *, incarnation: int = 0, fruitless: int = 0) -> None:
         if not self._memory and not (self._options.alone and self._options.servers == 1):
@@ -156,8 +162,8 @@ class Service:
         for shard in range(self._options.servers):
             life = Life(rank=SERVER - shard, incarnation=incarnation, fruitless=fruitless)
             bind = self._options.bind if shard else self._bind  # workers learn the others' ports from the first
-            environment = self._outfit.server(bind=bind, incarnation=incarnation, shard=shard)
-            self._crew.start(
+            environment = self._process_environment.server(bind=bind, incarnation=incarnation, shard=shard)
+            self._processes.start(
                 life,
                 self._command,
                 environment,
@@ -173,9 +179,9 @@ class Service:
         if life.incarnation:  # the one before may have died with a server, and been told of as gone
             for memory in self._memory:
                 mark_coming(memory, life.rank)
-        environment = self._outfit.worker(life.rank, incarnation=life.incarnation)
-        prefix = "" if self._outfit.workers == 1 else f"[{life.rank}] "
-        self._crew.start(life, self._command, environment, descriptors=self._descriptors, prefix=prefix)
+        environment = self._process_environment.worker(life.rank, incarnation=life.incarnation)
+        prefix = "" if self._process_environment.workers == 1 else f"[{life.rank}] "
+        self._processes.start(life, self._command, environment, descriptors=self._descriptors, prefix=prefix)
 
     def _tell_server(self, rank: int) -> None:
         """Let the server know that it need not wait for a worker: one that never joined, it cannot miss by itself."""
@@ -196,7 +202,7 @@ class Service:
             self._start_worker(Life(rank=killed.rank, incarnation=killed.incarnation + 1, fruitless=fruitless))
             return
         self._tell_server(killed.rank)
-        workers = [life for life in self._crew.lives if life.rank >= 0]
+        workers = [life for life in self._processes.lives if life.rank >= 0]
         if left := sum(life.code is None for life in workers):
             self._tell_of(killed, f"the run goes on with {left}")
         elif any(life.code == 0 for life in workers):
@@ -217,12 +223,12 @@ class Service:
             killed.given_up = True
             return
         self._tell_of(killed, "another takes its place" if self._options.servers == 1 else "all servers start anew")
-        self._crew.kill(lambda life: life.rank <= SERVER)
+        self._processes.kill(lambda life: life.rank <= SERVER)
         for server in self._servers():
             self._seen_to.add((server.rank, server.incarnation))
             if server.rank == SERVER and server.address is not None:
                 self._bind = server.address.removeprefix("tcp://")  # with the port that workers know
-        for life in self._crew.lives:
+        for life in self._processes.lives:
             if life.rank >= 0 and life.code is not None:
                 self._tell_server(life.rank)
         self._server_incarnation = killed.incarnation + 1
@@ -231,14 +237,14 @@ class Service:
     def _tell_of(self, killed: Life, what_now: str) -> None:
         kill = find_kill(killed)
         assert kill is not None
-        self._crew.screen.write("stderr", f"paceline: {kill.who} {kill.what}; {what_now}\n")
+        self._processes.screen.write("stderr", f"paceline: {kill.who} {kill.what}; {what_now}\n")
 
     def _server_has_ended(self) -> bool:
-        return any(life.rank == SERVER and life.code is not None for life in self._crew.lives)
+        return any(life.rank == SERVER and life.code is not None for life in self._processes.lives)
 
     def _overdue(self) -> Fault | None:
         """The fault of a server that does not end although all workers have."""
-        running = [member.life.rank for member in self._crew.running]
+        running = [member.life.rank for member in self._processes.running]
         if not running or max(running) >= 0 or self._options.alone:
             return None
         now = time.monotonic()

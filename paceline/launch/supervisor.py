@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.crew import Crew
-from paceline.launch.culprit import Fault, find_fault
-from paceline.launch.outfit import Outfit
-from paceline.launch.service import ServerOptions, Service, open_place
+from paceline.launch.failures import Fault, find_fault
+from paceline.launch.process_environment import ProcessEnvironment
+from paceline.launch.processes import Processes
+from paceline.launch.service import ServerOptions, Service, open_assignment
 from paceline.launch.store import HostedStore
 
 _TIME_TO_SAVE = 10.0  # seconds that workers have after a signal
@@ -50,23 +50,25 @@ def supervise(
     options = server or ServerOptions()
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(_caught_signals())
-        place = stack.enter_context(open_place(options))
+        assignment = stack.enter_context(open_assignment(options))
         port = store = None
         if options.join is None and not options.alone:
             store = stack.enter_context(contextlib.closing(HostedStore()))
             port = store.port
-        crew = stack.enter_context(Crew(on_report))
-        outfit = Outfit(workers=workers, port=port, place=place, policy=policy, base=environment)
-        service = Service(crew, command, outfit, options)
+        processes = stack.enter_context(Processes(on_report))
+        process_environment = ProcessEnvironment(
+            workers=workers, port=port, assignment=assignment, policy=policy, base=environment
+        )
+        service = Service(processes, command, process_environment, options)
         started = time.time()
         service.start()
         if store is not None:
             store.serve()
-        fault = _watch(crew, service, store, stop)
+        fault = _watch(processes, service, store, stop)
         if fault is None and stop:
-            fault = _stop(crew, stop)
+            fault = _stop(processes, stop)
     if fault is not None:
-        crew.screen.write("stderr", fault.message(started))
+        processes.screen.write("stderr", fault.message(started))
     if stop:
         on_stop()
         return 128 + stop[0]
@@ -108,30 +110,30 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _watch(crew: Crew, service: Service, store: HostedStore | None, stop: list[int]) -> Fault | None:
+def _watch(processes: Processes, service: Service, store: HostedStore | None, stop: list[int]) -> Fault | None:
     """Wait until all have ended well, or we are asked to stop, or something went wrong and was ended."""
     fault = None
-    while crew.running and fault is None and not stop:
-        crew.wait()
+    while processes.running and fault is None and not stop:
+        processes.wait()
         if store is not None and store.error is not None:
             raise PacelineError(f"the store for torch.distributed does not start: {store.error}")
         service.attend()
         fault = service.fault()
     if fault is None or stop:
         return None
-    crew.wait(_TIME_TO_GATHER)
-    crew.wait(_MORE_TO_GATHER, until=lambda: _is_certain(service.fault()))
+    processes.wait(_TIME_TO_GATHER)
+    processes.wait(_MORE_TO_GATHER, until=lambda: _is_certain(service.fault()))
     fault = service.fault()  # before any signal of ours adds to the signs
-    crew.signal(signal.SIGTERM)
-    crew.wait(_TIME_TO_END)
+    processes.signal(signal.SIGTERM)
+    processes.wait(_TIME_TO_END)
     return fault
 
 
-def _stop(crew: Crew, stop: list[int]) -> Fault | None:
+def _stop(processes: Processes, stop: list[int]) -> Fault | None:
     """Pass the signal on and give the workers time to save; a failure in that time is returned."""
-    crew.signal(signal.SIGINT if stop[0] == signal.SIGINT else signal.SIGTERM)
-    crew.wait(_TIME_TO_SAVE, until=lambda: len(stop) > 1)
-    fault = find_fault([life for life in crew.lives if life.failure is not None])
+    processes.signal(signal.SIGINT if stop[0] == signal.SIGINT else signal.SIGTERM)
+    processes.wait(_TIME_TO_SAVE, until=lambda: len(stop) > 1)
+    fault = find_fault([life for life in processes.lives if life.failure is not None])
     return fault if _is_certain(fault) else None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from paceline.launch import reports
-from paceline.launch.environment import take_server_place, take_supervisor
+from paceline.launch.environment import take_server_assignment, take_supervisor
 
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
@@ -31,7 +31,7 @@ def main() -> NoReturn:
     _print_whole_lines()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        take_server_place()  # before the script can start children
+        take_server_assignment()  # before the script can start children
         _run(sys.argv[1:])
     except SystemExit as error:
         _report_exit(error.code)

@@ -30,16 +30,16 @@ def plan_buckets(items: Sequence[Item], order: Sequence[int], cap: int, first_ca
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
     closed: list[list[int]] = []
-    for place in order:
-        item = items[place]
+    for index in order:
+        item = items[index]
         bucket = open_buckets.setdefault(item.kind, [])
-        bucket.append(place)
+        bucket.append(index)
         filled[item.kind] = filled.get(item.kind, 0) + item.nbytes
         limit = min(first_cap, cap) if not closed else cap
         if filled[item.kind] >= limit:
             closed.append(open_buckets.pop(item.kind))
             filled[item.kind] = 0
-    position = {place: when for when, place in enumerate(order)}
+    position = {index: when for when, index in enumerate(order)}
     return sorted([*closed, *open_buckets.values()], key=lambda bucket: position[bucket[-1]])
 
 

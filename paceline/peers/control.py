@@ -73,7 +73,7 @@ class Control:
         return Told(
             examples=round(row[_EXAMPLES]),
             loss=row[_LOSS] / row[_LOSSES] if row[_LOSSES] else None,
-            used=lambda place: row[_USED + place] > 0,
+            used=lambda index: row[_USED + index] > 0,
             waited_seconds=tuple(max(seconds) - own for own in seconds),
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.launch.environment import read_place
+from paceline.launch.environment import read_rank_and_size
 from paceline.peers.exchange import connect
 from paceline.policies import AllReduce
 
@@ -39,7 +39,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         policy = AllReduce(bucket_cap_mb=bucket_cap_mb)
-        self._exchange = connect(module, policy, group=process_group, place=read_place())
+        self._exchange = connect(module, policy, group=process_group, rank_and_size=read_rank_and_size())
         self._broadcast_buffers = broadcast_buffers
         self._synchronising = True
         self._passes = 0

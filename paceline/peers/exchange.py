@@ -68,16 +68,16 @@ class Exchange(Protocol):
         ...
 
 
-def connect(model: nn.Module, policy: Policy, *, group: Any, place: tuple[int, int] | None) -> Exchange:
+def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tuple[int, int] | None) -> Exchange:
     """Meet the other workers: those of ``group``, or of torch's default one, or nobody.
 
-    ``place`` is the rank and the number of workers that a launcher has given to this process.
+    ``rank_and_size`` is the rank and the number of workers that a launcher has given to this process.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if group is not None:
         peers = Peers(group, group.rank(), group.size(), device)
-    elif place is not None or torch.distributed.is_initialized():
-        peers = default_peers(device, place)
+    elif rank_and_size is not None or torch.distributed.is_initialized():
+        peers = default_peers(device, rank_and_size)
     else:
         return Alone()
     if peers.size == 1:
@@ -246,9 +246,9 @@ def check_same_model(model: nn.Module, peers: Peers) -> None:
 
 
 def _first_difference(first: list[Any], other: list[Any]) -> str | None:
-    for place, (a, b) in enumerate(zip(first, other, strict=False)):
+    for index, (a, b) in enumerate(zip(first, other, strict=False)):
         if a != b:
-            return f"tensor {place} is {_describe(b)}, and {_describe(a)} on worker 0"
+            return f"tensor {index} is {_describe(b)}, and {_describe(a)} on worker 0"
     if len(first) != len(other):
         return f"it has {len(other)} tensors, and worker 0 has {len(first)}"
     return None

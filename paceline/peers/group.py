@@ -17,7 +17,7 @@ from paceline.collectives.register import NAME
 from paceline.errors import CommError
 
 
-class Work(Protocol):
+class Pending(Protocol):
     """A collective under way."""
 
     def wait(self) -> Any: ...
@@ -55,11 +55,11 @@ class Peers:
         spare_cores = getattr(self.group, "has_spare_cores", None)
         return spare_cores is None or bool(spare_cores())
 
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, now: bool = False) -> Work:
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, now: bool = False) -> Pending:
         """Start adding up ``tensor`` over all workers, in place; ``now`` is faster if there is nothing else to do."""
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = op, not now
-        work: Work = self.group.allreduce([tensor], options)
+        work: Pending = self.group.allreduce([tensor], options)
         return work
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
@@ -111,17 +111,17 @@ class Peers:
             ) from error
 
 
-def default_peers(device: torch.device, place: tuple[int, int] | None = None) -> Peers:
+def default_peers(device: torch.device, rank_and_size: tuple[int, int] | None = None) -> Peers:
     """Join torch's default process group, making it if need be.
 
-    It is made at ``MASTER_ADDR`` and ``MASTER_PORT``, with the rank and size of ``place`` or else of torchrun's
+    It is made at ``MASTER_ADDR`` and ``MASTER_PORT``, with the rank and size of ``rank_and_size`` or else of torchrun's
     variables: shared memory for CPU tensors of one host, Gloo between hosts, NCCL for CUDA. It stays for further
     sessions until the process ends, for a group of the same name cannot be made a second time.
     """
     if not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        rank, size = place if place is not None else (-1, -1)
+        rank, size = rank_and_size if rank_and_size is not None else (-1, -1)
         dist.init_process_group("nccl" if device.type == "cuda" else NAME, rank=rank, world_size=size)
         atexit.register(_leave_default_group)
     return Peers(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)

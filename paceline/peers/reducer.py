@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from paceline.errors import CommError, UsageError
 from paceline.peers.buckets import Item, aligned_offsets, plan_buckets
 from paceline.peers.control import Control
-from paceline.peers.group import Peers, Work
+from paceline.peers.group import Peers, Pending
 from paceline.policies import AllReduce
 
 MB = 1 << 20
@@ -34,9 +34,9 @@ class Bucket:
     """Gradients that are reduced together: one flat tensor, and how many of its parts are still missing."""
 
     flat: Tensor
-    places: list[int]
+    indices: list[int]
     missing: int = 0
-    work: Work | None = None
+    work: Pending | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Reducer:
     ) -> None:
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self._sparse = [place for place, name in enumerate(self._names) if name in sparse]
+        self._sparse = [index for index, name in enumerate(self._names) if name in sparse]
         self._peers = peers
         self._policy = policy
         self._overlaps = policy.overlap and peers.overlaps()
@@ -130,7 +130,7 @@ class Reducer:
             self._rebuild_in_true_order()
         assumed = total if total is not None else self._assumed_total
         for bucket in self._buckets:
-            bucket.missing = len(bucket.places)
+            bucket.missing = len(bucket.indices)
             bucket.work = None
         if self._incoming != 1.0 and not weighted:
             self.weigh(1.0)
@@ -184,7 +184,7 @@ class Reducer:
         assert self.outcome is not None, "finish() without arm()"
         return self.outcome
 
-    def _ready(self, place: int) -> None:
+    def _ready(self, index: int) -> None:
         """A parameter's gradient is complete: the hook."""
         step = self._step
         if step is None:
@@ -198,24 +198,24 @@ class Reducer:
         if not step.callback_queued:
             step.callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        step.arrived.add(place)
+        step.arrived.add(index)
         if not self._rebuilt:
-            self._order.append(place)
-        bucket = self._bucket_of.get(place)
+            self._order.append(index)
+        bucket = self._bucket_of.get(index)
         if bucket is not None and self._overlaps:  # else all are placed at the end, which costs less for each
-            self._place(place, step)
+            self._put_in_bucket(index, step)
             bucket.missing -= 1
             if bucket.missing == 0:
                 self._launch_full(step)
 
-    def _place(self, place: int, step: _Step) -> None:
+    def _put_in_bucket(self, index: int, step: _Step) -> None:
         """Put a gradient, weighted, into its place in its bucket."""
-        view, parameter = self._views[place], self._parameters[place]
+        view, parameter = self._views[index], self._parameters[index]
         grad = parameter.grad
         assert grad is not None, "a gradient hook fires after the gradient is there"
         if grad.layout != torch.strided:
             raise UsageError(
-                f"{self._names[place]} has a sparse gradient but belongs to no Embedding(sparse=True); "
+                f"{self._names[index]} has a sparse gradient but belongs to no Embedding(sparse=True); "
                 "make its gradient dense"
             )
         if step.borrowed:
@@ -273,12 +273,12 @@ class Reducer:
 
     def _launch_rest(self, step: _Step) -> None:
         """Fill the places that are still empty, also those whose gradients did not come in this backward pass."""
-        for place, view in self._views.items():
-            if self._overlaps and place in step.arrived:
+        for index, view in self._views.items():
+            if self._overlaps and index in step.arrived:
                 continue
-            if self._parameters[place].grad is not None:
-                self._place(place, step)
-                step.arrived.add(place)  # or left by an accumulating pass
+            if self._parameters[index].grad is not None:
+                self._put_in_bucket(index, step)
+                step.arrived.add(index)  # or left by an accumulating pass
             else:
                 view.zero_()
         for bucket in self._buckets:
@@ -298,12 +298,12 @@ class Reducer:
 
     def _settle_unused(self, step: _Step, used: Callable[[int], bool]) -> None:
         """A parameter that nobody used keeps no gradient, so that no optimizer touches its state."""
-        for place in self._views.keys() - step.used:
-            self._parameters[place].grad = self._views[place] if used(place) else None
+        for index in self._views.keys() - step.used:
+            self._parameters[index].grad = self._views[index] if used(index) else None
 
     def _reduce_sparse(self, step: _Step, examples: int) -> None:
-        for place in self._sparse:
-            parameter = self._parameters[place]
+        for index in self._sparse:
+            parameter = self._parameters[index]
             if not parameter.requires_grad:
                 continue
             grad = parameter.grad
@@ -338,7 +338,7 @@ class Reducer:
         """Plan the buckets and lay the gradients' places out in them."""
         self.close()
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        dense = [place for place, on in enumerate(self._trained) if on and place not in self._sparse]
+        dense = [index for index, on in enumerate(self._trained) if on and index not in self._sparse]
         self._rebuilt = order is not None
         if order is None:
             order = dense[::-1]
@@ -355,13 +355,13 @@ class Reducer:
         self._views: dict[int, Tensor] = {}
         self._buckets: list[Bucket] = []
         self._lay_out(plan)
-        self._bucket_of = {place: bucket for bucket in self._buckets for place in bucket.places}
+        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, place=place: self._ready(place)
+                lambda _, index=index: self._ready(index)
             )
-            for place, parameter in enumerate(self._parameters)
-            if self._trained[place]
+            for index, parameter in enumerate(self._parameters)
+            if self._trained[index]
         ]
 
     def _lay_out(self, plan: list[list[int]]) -> None:
@@ -369,18 +369,18 @@ class Reducer:
         if not plan or self._parameters[plan[-1][0]].dtype != torch.float32:
             plan = [*plan, []]
         control_length = Control.length(len(self._parameters), self._peers.size)
-        for places in plan:
-            first = self._parameters[places[0]] if places else torch.empty(0, device=self._peers.device)
-            sizes = [self._parameters[place].numel() for place in places]
-            last = places is plan[-1]
+        for indices in plan:
+            first = self._parameters[indices[0]] if indices else torch.empty(0, device=self._peers.device)
+            sizes = [self._parameters[index].numel() for index in indices]
+            last = indices is plan[-1]
             offsets, end = aligned_offsets([*sizes, *([control_length] if last else [])], first.element_size())
             flat = self._peers.buffer(end, first.dtype, first.device)
-            for place, offset in zip(places, offsets, strict=False):
-                self._views[place] = _view_like(flat, offset, self._parameters[place])
+            for index, offset in zip(indices, offsets, strict=False):
+                self._views[index] = _view_like(flat, offset, self._parameters[index])
             if last:
                 numbers = flat[offsets[-1] : offsets[-1] + control_length]
                 self._control = Control(numbers, self._peers, len(self._parameters))
-            self._buckets.append(Bucket(flat, places))
+            self._buckets.append(Bucket(flat, indices))
 
     def _rebuild_in_true_order(self) -> None:
         """Order the buckets as rank 0's gradients came in the first step."""
@@ -390,7 +390,7 @@ class Reducer:
 
     def _true_order(self) -> list[int]:
         """The order in which gradients came, parameters that had none last."""
-        came = list(dict.fromkeys(place for place in self._order if place in self._views))
+        came = list(dict.fromkeys(index for index in self._order if index in self._views))
         return came + sorted(self._views.keys() - set(came), reverse=True)
 
     def _agree_on(self, plan: list[list[int]]) -> None:

@@ -142,14 +142,14 @@ def _look_for(data: Path | None, folder: str, name: str) -> Path | None:
 def _not_found(data: Path | None, folder: str, names: list[str]) -> UsageError:
     wanted = " or ".join(f"{name} or {name}.gz" for name in names)
     if data is None:
-        place = "no data directory was given"
+        reason = "no data directory was given"
     elif not data.exists():
-        place = f"{data} does not exist"
+        reason = f"{data} does not exist"
     elif not data.is_dir():
-        place = f"{data} is not a directory"
+        reason = f"{data} is not a directory"
     else:
-        place = f"it is neither in {data} nor in {data / folder}"
-    return UsageError(f"looked for {wanted}, but {place}; name the directory with --data DIR or PACELINE_DATA")
+        reason = f"it is neither in {data} nor in {data / folder}"
+    return UsageError(f"looked for {wanted}, but {reason}; name the directory with --data DIR or PACELINE_DATA")
 
 
 def _check_labels(path: Path, labels: Tensor) -> None:

@@ -59,7 +59,7 @@ def _pack(value: object, path: str, tensors: dict[str, Tensor]) -> Tree:
     if isinstance(value, Mapping):
         return _pack_mapping(value, path, tensors)
     if isinstance(value, list | tuple):
-        items = [_pack(item, f"{path}.{place}", tensors) for place, item in enumerate(value)]
+        items = [_pack(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
     raise _cannot_save(path, f"{type(value).__module__}.{type(value).__qualname__}")
 

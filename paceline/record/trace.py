@@ -195,7 +195,7 @@ _FORMATS: dict[int, tuple[type[Record], struct.Struct]] = {
 _PACKERS = {kind: (bytes([number]), form.pack) for number, (kind, form) in _FORMATS.items()}
 
 
-class Place(NamedTuple):
+class TracePosition(NamedTuple):
     """How far a trace is written: what a writer needs to go on from there."""
 
     length: int  # bytes
@@ -205,18 +205,18 @@ class Place(NamedTuple):
 class TraceWriter:
     """Append records to a trace; what was flushed outlives this process, though not its host."""
 
-    def __init__(self, path: Path, about: Mapping[str, Any], *, after: Place | None = None) -> None:
+    def __init__(self, path: Path, about: Mapping[str, Any], *, after: TracePosition | None = None) -> None:
         """Begin a trace with what its numbers depend on, or go on with one ``after`` a place, cutting off the rest."""
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pending = bytearray()
         if after is not None and os.fstat(self._file).st_size >= after.length:
-            self.place = after
+            self.position = after
             os.ftruncate(self._file, after.length)
             os.lseek(self._file, after.length, os.SEEK_SET)
             return
         os.ftruncate(self._file, 0)
-        self.place = Place(len(MAGIC), 0)
+        self.position = TracePosition(len(MAGIC), 0)
         self._write(MAGIC)
         self._pending += json.dumps(about).encode()
         self.flush()
@@ -229,21 +229,21 @@ class TraceWriter:
         if len(self._pending) > _FULL:
             self.flush()
 
-    def flush(self) -> Place:
+    def flush(self) -> TracePosition:
         """Write what is pending as a block, and tell how far the file is now."""
         if self._pending:
-            check = zlib.crc32(self._pending, self.place.check)
+            check = zlib.crc32(self._pending, self.position.check)
             length = len(self._pending)
-            self._write(_BLOCK.pack(length, _check_of(length, self.place.check), check) + self._pending)
-            self.place = Place(self.place.length + _BLOCK.size + len(self._pending), check)
+            self._write(_BLOCK.pack(length, _check_of(length, self.position.check), check) + self._pending)
+            self.position = TracePosition(self.position.length + _BLOCK.size + len(self._pending), check)
             self._pending.clear()
-        return self.place
+        return self.position
 
-    def sync(self) -> Place:
+    def sync(self) -> TracePosition:
         """Flush, and make it outlive a power cut."""
-        place = self.flush()
+        position = self.flush()
         os.fsync(self._file)
-        return place
+        return position
 
     def close(self) -> None:
         self.flush()

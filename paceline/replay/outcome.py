@@ -18,7 +18,7 @@ class Differs(Exception):
     """Bits differ; the text says which, for the first time."""
 
 
-class Push(NamedTuple):
+class ReplayedPush(NamedTuple):
     """A push, to look at."""
 
     worker: int

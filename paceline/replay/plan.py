@@ -22,7 +22,7 @@ from paceline.record.trace import (
 )
 
 
-class Batch(NamedTuple):
+class RecordedBatch(NamedTuple):
     epoch: int
     number: int
 
@@ -35,7 +35,7 @@ class RecordedPush:
     """A push that was committed, and all that its gradients depend on beside the parameters of its version."""
 
     told: Pushed
-    batches: tuple[Batch, ...]
+    batches: tuple[RecordedBatch, ...]
     fresh: bool  # False: the worker went on with its own buffers, and not the server's
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class _Reading:
         self.plan = Plan()
         self.begun = False
         self.given: dict[int, Given] = {}  # by rank: the step under way
-        self.batches: dict[int, list[Batch]] = {}  # of that step
+        self.batches: dict[int, list[RecordedBatch]] = {}  # of that step
         self.taken: list[RecordedPush] = []  # and not committed yet
         self.versions: dict[int, int] = {}  # by rank: of the parameters that its last push was computed from
 
@@ -97,9 +97,9 @@ class _Reading:
                     self._forget(record.rank)
                 case Given():
                     self.given[record.rank] = record
-                    self.batches[record.rank] = [Batch(record.epoch, record.batch)]
+                    self.batches[record.rank] = [RecordedBatch(record.epoch, record.batch)]
                 case GivenMore() if record.batch >= 0:
-                    self.batches.setdefault(record.rank, []).append(Batch(record.epoch, record.batch))
+                    self.batches.setdefault(record.rank, []).append(RecordedBatch(record.epoch, record.batch))
                 case Pushed():
                     self._take(record)
                 case Committed():

@@ -33,8 +33,8 @@ class Read(NamedTuple):
 def read_versions(records: Sequence[Record]) -> dict[int, Read]:
     """Find out for every ``Given`` and ``Finished``, by its place in the trace."""
     reading = _Reading()
-    for place, record in enumerate(records):
-        reading.take(place, record)
+    for position, record in enumerate(records):
+        reading.take(position, record)
     return reading.with_pushes()
 
 
@@ -46,26 +46,26 @@ class _Reading:
         self.pushed: set[int] = set()  # the places of steps that were pushed, in time or too late
         self.lives: list[list[int]] = []  # the places of what each worker was given, from its joining to its end
         self.life: dict[int, list[int]] = {}  # by rank: the present one
-        self.places: dict[tuple[int, int], int] = {}  # of the steps, by rank and number
+        self.positions: dict[tuple[int, int], int] = {}  # of the steps, by rank and number
         self.under_way: dict[int, int] = {}  # by rank: what it was given last, if nothing has become of it yet
 
-    def take(self, place: int, record: Record) -> None:
+    def take(self, position: int, record: Record) -> None:
         match record:
             case Given() | Finished():
                 if isinstance(record, Given):
-                    self.places[record.rank, record.step] = place
-                self.under_way[record.rank] = place
-                self.life[record.rank].append(place)
-                self.found[place] = Read(lost=True)  # unless there is word of it
+                    self.positions[record.rank, record.step] = position
+                self.under_way[record.rank] = position
+                self.life[record.rank].append(position)
+                self.found[position] = Read(lost=True)  # unless there is word of it
             case Cancelled():
-                self._know(self.places[record.rank, record.step], doomed=True)
+                self._know(self.positions[record.rank, record.step], doomed=True)
                 self.under_way.pop(record.rank, None)
             case Late():
-                at = self.places[record.rank, record.step]
+                at = self.positions[record.rank, record.step]
                 self.pushed.add(at)
                 self._know(at, version=record.version, doomed=False)
             case Pushed() | NotFinite() | Skipped():
-                at = self.places[record.rank, record.step]
+                at = self.positions[record.rank, record.step]
                 if not isinstance(record, Skipped):
                     self.pushed.add(at)
                 self._know(at, version=record.version)
@@ -80,17 +80,17 @@ class _Reading:
             case Left():
                 self.under_way.pop(record.rank, None)
             case Began():
-                self.under_way, self.places = {}, {}
+                self.under_way, self.positions = {}, {}
             case _:
                 pass
 
-    def _know(self, place: int, **what: Any) -> None:
-        self.found[place] = self.found[place]._replace(**what, lost=False)
+    def _know(self, position: int, **what: Any) -> None:
+        self.found[position] = self.found[position]._replace(**what, lost=False)
 
     def with_pushes(self) -> dict[int, Read]:
         for life in self.lives:
             pushes = 0
-            for place in life:
-                self.found[place] = self.found[place]._replace(pushes=pushes)
-                pushes += place in self.pushed
+            for position in life:
+                self.found[position] = self.found[position]._replace(pushes=pushes)
+                pushes += position in self.pushed
         return self.found

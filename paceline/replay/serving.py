@@ -17,19 +17,19 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 
 from paceline.errors import UsageError, WireError
-from paceline.launch.environment import ReplayOrder, ServerPlace
+from paceline.launch.environment import ReplayOrder, ServerAssignment
 from paceline.launch.reports import report
 from paceline.record import trace as traced
 from paceline.record.fingerprints import hash_of, state_tensors
-from paceline.replay.outcome import Differs, Push, Replayed, same_bits
+from paceline.replay.outcome import Differs, Replayed, ReplayedPush, same_bits
 from paceline.replay.reads import Read, read_versions
-from paceline.server import messages as wire
 from paceline.server.averages import Average
-from paceline.server.gathering import MeanOfPushes, adopt, examine, publish
-from paceline.server.layout import Laid, ModelLayouts, memory_of
-from paceline.server.listening import Ended, Listener, Peer
-from paceline.server.pieces import Pieces
-from paceline.trainee import Trainee
+from paceline.store.gathering import MeanOfPushes, adopt, examine, publish
+from paceline.store.layout import Arena, ModelLayouts, memory_of
+from paceline.train_state import TrainState
+from paceline.transport import messages as wire
+from paceline.transport.listening import Ended, Listener, Peer
+from paceline.transport.pieces import Pieces
 
 _PATIENCE = 300.0  # seconds that a worker may take for a step
 _TIME_TO_LEAVE = 5.0  # for the workers, when the replay ends before they do
@@ -39,13 +39,13 @@ _TELL_EVERY = 0.2  # seconds between two words of how far it is
 M = TypeVar("M", bound=wire.Message)
 
 
-def serve_replay(trainee: Trainee, place: ServerPlace, order: ReplayOrder) -> NoReturn:
+def serve_replay(train_state: TrainState, assignment: ServerAssignment, order: ReplayOrder) -> NoReturn:
     """Be the server of a replay, tell the supervisor what it came to, and end the script."""
-    listener = Listener(bytes.fromhex(place.token))
-    listener.bind(place.address)
+    listener = Listener(bytes.fromhex(assignment.token))
+    listener.bind(assignment.address)
     try:
         trace = traced.Trace(Path(order.trace))
-        server = ReplayServer(trainee, trace, listener, keeps_pushes=order.shell is not None)
+        server = ReplayServer(train_state, trace, listener, keeps_pushes=order.shell is not None)
         replayed = server.run(order.until)
         report("replayed", result=asdict(replayed))
         if order.shell is not None and replayed.difference is None:
@@ -70,7 +70,7 @@ class _Worker:
 
     peer: Peer
     process: int
-    room: Laid  # where its pushes come
+    room: Arena  # where its pushes come
     ask: int = 0
     said: deque[wire.Message] = field(default_factory=deque)  # and not taken up yet
     pushes: int = 0  # that have come
@@ -82,13 +82,13 @@ class ReplayServer:
     """Does what a trace tells, record by record; each waits for the message that it was the answer to."""
 
     def __init__(
-        self, trainee: Trainee, trace: traced.Trace, listener: Listener, *, keeps_pushes: bool = False
+        self, train_state: TrainState, trace: traced.Trace, listener: Listener, *, keeps_pushes: bool = False
     ) -> None:
-        self._trainee, self._listener = replace(trainee, scaler=None), listener
+        self._train_state, self._listener = replace(train_state, scaler=None), listener
         self._about, self._records = trace.about, list(trace)
         self._reads = read_versions(self._records)
-        self._model = ModelLayouts.describe(trainee.model)
-        self._layouts = ModelLayouts(trainee.model)
+        self._model = ModelLayouts.describe(train_state.model)
+        self._layouts = ModelLayouts(train_state.model)
         self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
         adopt(self._layouts, self._memory)
         self._gathered = MeanOfPushes(self._layouts)
@@ -97,7 +97,7 @@ class ReplayServer:
         self._ranks: dict[Peer, int] = {}
         self._averaged: dict[int, dict[int, wire.Mean]] = defaultdict(dict)  # means under way: parts by rank
         self._keeps_pushes = keeps_pushes  # for somebody to look at
-        self._pushes: list[Push] = []  # since the last commit; of the last one when there is none
+        self._pushes: list[ReplayedPush] = []  # since the last commit; of the last one when there is none
         self._committed = True
         self._counts = {"commits": 0, "pushes": 0, "hashes": 0}
         self._version, self._told_at = 0, 0.0
@@ -107,25 +107,25 @@ class ReplayServer:
         difference, whole = None, False
         try:
             self._check_start()
-            for place, record in enumerate(self._records):
+            for position, record in enumerate(self._records):
                 if until is not None and self._version >= until and isinstance(record, traced.Given):
                     break
-                self._do(place, record)
+                self._do(position, record)
                 whole = isinstance(record, traced.Ended)
         except Differs as differs:
             difference = str(differs)
-        digest = hash_of(state_tensors(self._trainee.model)).hex()
+        digest = hash_of(state_tensors(self._train_state.model)).hex()
         return Replayed(version=self._version, **self._counts, digest=digest, difference=difference, whole=whole)
 
     def open_shell(self, reading: int, writing: int) -> None:
         """Let somebody look at the parameters as they are, and at what the last commit was made of."""
         names = {
-            "model": self._trainee.model,
-            "optimizer": self._trainee.optimizers[0],
+            "model": self._train_state.model,
+            "optimizer": self._train_state.optimizers[0],
             "version": self._version,
             "pushes": self._pushes,
         }
-        banner = f"version {self._version}: {', '.join(names)}; a push has {', '.join(Push._fields)}"
+        banner = f"version {self._version}: {', '.join(names)}; a push has {', '.join(ReplayedPush._fields)}"
         with (
             os.fdopen(reading) as told,
             os.fdopen(writing, "w") as screen,
@@ -155,10 +155,10 @@ class ReplayServer:
 
     # Records -----------------------------------------------------------------------------------------------------
 
-    def _do(self, place: int, record: traced.Record) -> None:
+    def _do(self, position: int, record: traced.Record) -> None:
         match record:
             case traced.Began():
-                self._begin(record, first=place == 0)
+                self._begin(record, first=position == 0)
             case traced.Joined():
                 self._let_in(record)
             case traced.Asked():
@@ -167,25 +167,25 @@ class ReplayServer:
                     raise self._other(record.rank, f"asked for epochs below {asked.epochs}, and not {record.epochs}")
                 self._workers[record.rank].ask = asked.number
             case traced.Given():
-                self._give(record, self._reads[place])
+                self._give(record, self._reads[position])
             case traced.GivenMore():
                 self._take(record.rank, wire.More)
-                self._workers[record.rank].peer.send(wire.Batch(record.step, record.epoch, record.batch))
+                self._workers[record.rank].peer.send(wire.BatchMessage(record.step, record.epoch, record.batch))
             case traced.Pushed():
                 self._take_push(record)
             case traced.Late():
-                self._take(record.rank, wire.Push)
+                self._take(record.rank, wire.PushMessage)
             case traced.NotFinite():
-                self._take(record.rank, wire.Push)
+                self._take(record.rank, wire.PushMessage)
                 self._warn(record)
             case traced.Skipped():
                 self._take(record.rank, wire.Skip)
             case traced.Committed():
                 self._commit(record)
             case traced.Finished():
-                self._finish(record, self._reads[place])
+                self._finish(record, self._reads[position])
             case traced.Averaged():
-                self._average(place, record)
+                self._average(position, record)
             case traced.Left():
                 self._let_go(record)
             case traced.Hashed():
@@ -209,7 +209,7 @@ class ReplayServer:
         peer, hello = calls.popleft()
         if tuple(tuple(entry) for entry in hello.model) != self._model:
             raise UsageError(f"worker {record.rank} has another model than the server; is the script the same?")
-        room = Laid(self._layouts.up, torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8))
+        room = Arena(self._layouts.up, torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8))
         peer.tensors = Pieces(memory_of(room.memory))
         self._workers[record.rank] = _Worker(peer=peer, process=hello.pid, room=room)
         self._ranks[peer] = record.rank
@@ -267,7 +267,7 @@ class ReplayServer:
         return not any(word.version == self._version for each in self._workers.values() for word in each.to_tell)
 
     def _take_push(self, record: traced.Pushed) -> None:
-        push = self._take(record.rank, wire.Push)
+        push = self._take(record.rank, wire.PushMessage)
         worker = self._workers[record.rank]
         amiss, checksum = examine(self._layouts, worker.room)
         where = f"worker {record.rank}, step {record.step}, on version {record.version}"
@@ -283,14 +283,14 @@ class ReplayServer:
             self._keep(record, push, worker.room)
         self._counts["pushes"] += 1
 
-    def _keep(self, record: traced.Pushed, push: wire.Push, room: Laid) -> None:
+    def _keep(self, record: traced.Pushed, push: wire.PushMessage, room: Arena) -> None:
         """Remember a push for whoever wants to look at the commit that it is part of."""
         if self._committed:
             self._pushes, self._committed = [], False
         used = int.from_bytes(push.used, "little")
         named = zip(self._layouts.trained_names, room.views, strict=False)
-        gradients = {name: view.clone() for place, (name, view) in enumerate(named) if used >> place & 1}
-        self._pushes.append(Push(record.rank, record.step, record.version, push.loss, gradients))
+        gradients = {name: view.clone() for position, (name, view) in enumerate(named) if used >> position & 1}
+        self._pushes.append(ReplayedPush(record.rank, record.step, record.version, push.loss, gradients))
 
     def _warn(self, record: traced.NotFinite) -> None:
         worker = self._workers[record.rank]
@@ -304,9 +304,9 @@ class ReplayServer:
         self._listener.keep_what_waits()
         with torch.no_grad():
             self._gathered.put()
-        self._trainee.update()
+        self._train_state.update()
         publish(self._layouts, self._memory)
-        self._trainee.clear_gradients()
+        self._train_state.clear_gradients()
         self._version, self._committed = record.version, True
         self._counts["commits"] += 1
         if time.monotonic() > self._told_at + _TELL_EVERY:
@@ -315,11 +315,11 @@ class ReplayServer:
         for worker in self._workers.values():
             self._tell(worker)
 
-    def _average(self, place: int, record: traced.Averaged) -> None:
+    def _average(self, position: int, record: traced.Averaged) -> None:
         """Answer a mean when all have told their parts who were told it together."""
         if record.rank not in self._averaged[record.key]:
             together = []
-            for other in self._records[place:]:
+            for other in self._records[position:]:
                 if not (isinstance(other, traced.Averaged) and other.key == record.key):
                     break
                 together.append(other.rank)
@@ -343,7 +343,7 @@ class ReplayServer:
         self._listener.forget(worker.peer)
 
     def _compare_hash(self, record: traced.Hashed) -> None:
-        digest = hash_of(state_tensors(self._trainee.model))
+        digest = hash_of(state_tensors(self._train_state.model))
         if digest != record.digest:
             raise Differs(
                 f"version {self._version}: the parameters and buffers have the hash {digest.hex()}, where the run had "
@@ -402,7 +402,7 @@ class ReplayServer:
                 pass
             case _:
                 worker.said.append(heard)
-                if isinstance(heard, wire.Push):
+                if isinstance(heard, wire.PushMessage):
                     worker.pushes += 1
                     self._tell(worker)
 

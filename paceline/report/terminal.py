@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from paceline.training import Progress
+from paceline.training.train import Progress
 
 WIDE = 110  # columns of a terminal on which the breakdown of the time has room
 SHORT = {"forward": "fwd", "backward": "bwd", "communication": "comm", "waited": "wait", "optimizer": "opt"}

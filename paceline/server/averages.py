@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from paceline.errors import WireError
 from paceline.server.members import Member
-from paceline.server.messages import MOST_VALUES, Mean
+from paceline.transport.messages import MOST_VALUES, Mean
 
 _LONGEST_KEY = 1000
 _KEPT = 64  # means that are remembered after they were told

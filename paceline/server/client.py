@@ -14,18 +14,18 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from paceline.errors import CommError
-from paceline.server import messages as wire
-from paceline.server.channel import Sealing
-from paceline.server.gathering import Filled, fill_push, read_parameters
-from paceline.server.handshake import Opening
-from paceline.server.in_place import Gradients, Parameters
-from paceline.server.interrupt import StepCancelled
-from paceline.server.layout import Laid, ModelLayouts
-from paceline.server.lines import Line
-from paceline.server.memory import SharedMemory, is_over
+from paceline.server.cancellation import StepCancelled
 from paceline.server.parts import ConnectionLost, OtherParts
-from paceline.server.pieces import Pieces
-from paceline.server.wire import decode, encode
+from paceline.store.gathering import Filled, fill_push, read_parameters
+from paceline.store.in_place import Gradients, Parameters
+from paceline.store.layout import Arena, ModelLayouts
+from paceline.store.memory import SharedMemory, is_over
+from paceline.transport import messages as wire
+from paceline.transport.channel import Sealing
+from paceline.transport.connections import Connection
+from paceline.transport.handshake import Opening
+from paceline.transport.pieces import Pieces
+from paceline.transport.wire import decode, encode
 
 logger = logging.getLogger("paceline")
 
@@ -74,7 +74,7 @@ class Client:
         self._address, self._token, self._sealing = address, token, sealing
         self._memory_file, self._shard_memories = memory, shard_memories
         self._others: OtherParts | None = None  # of the parameters, with other servers
-        self._line: Line | None = None
+        self._connection: Connection | None = None
         self._later: wire.Go | wire.Finished | None = None  # has come while a step was under way
         # Where parameters go that come now, where the last ones are, and where they go while a step is under way.
         self._into = self._came = self._aside = cast(Pieces | None, None)
@@ -114,20 +114,20 @@ class Client:
 
     def _join(self) -> None:
         """Connect, prove the token and say hello; ``_Lost`` if that comes to nothing."""
-        if self._line is not None:
-            self._line.close()
+        if self._connection is not None:
+            self._connection.close()
         try:
-            self._line = line = Line.to(self._address, _TIME_TO_CONNECT)
+            self._connection = connection = Connection.to(self._address, _TIME_TO_CONNECT)
         except OSError:
             raise _Lost from None
         opening = Opening(self._token, self._sealing)
-        line.send(opening.hello())
+        connection.send(opening.hello())
         deadline = time.monotonic() + _TIME_TO_ANSWER
-        while (answer := line.receive()) is None:
+        while (answer := connection.receive()) is None:
             if time.monotonic() > deadline:
                 raise _Lost
-            self._watch_connection(line)
-        line.channel = opening.finish(answer.head)
+            self._watch_connection(connection)
+        connection.channel = opening.finish(answer.head)
         local = self._memory_file is not None
         model = tuple(wire.Described(*entry) for entry in ModelLayouts.describe(self._model))
         self._send(wire.Hello(self.rank, self.incarnation, os.getpid(), sockets.gethostname(), local, model))
@@ -148,7 +148,7 @@ class Client:
             return
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._memory_file, down=down, up=up, slots=welcome.slots)
-        self._room = Laid(self._layouts.up, self._memory.slot(self.rank))
+        self._room = Arena(self._layouts.up, self._memory.slot(self.rank))
         self._parameter_views = self._layouts.down.views(self._memory.down)
 
     def _meet_others(self, welcome: wire.Welcome) -> None:
@@ -176,8 +176,8 @@ class Client:
     def close(self, linger: float = 0.0) -> None:
         if not self._closed:
             self._closed = True
-            if self._line is not None:
-                self._line.close(linger)
+            if self._connection is not None:
+                self._connection.close(linger)
             if self._others is not None:
                 self._others.close()
 
@@ -245,11 +245,11 @@ class Client:
             return self._others is None or self._others.read(self.version)
 
     def _read_others(self, version: int) -> bool:
-        assert self._others is not None and self._line is not None
+        assert self._others is not None and self._connection is not None
         try:
             return self._others.read(version)
         except ConnectionLost:
-            self._line.give_up()  # the whole of it is made anew
+            self._connection.give_up()  # the whole of it is made anew
             return False
 
     def cancelled(self) -> bool:
@@ -267,14 +267,14 @@ class Client:
 
     def pause(self, seconds: float) -> None:
         """Sleep; a cancelled step ends the sleep by ``StepCancelled``."""
-        assert self._line is not None
+        assert self._connection is not None
         deadline = time.monotonic() + seconds
         while not self.cancelled():
             left = deadline - time.monotonic()
             if left <= 0:
                 return
             if left > 0.002:
-                self._line.wait(left - 0.001)  # which counts in whole milliseconds
+                self._connection.wait(left - 0.001)  # which counts in whole milliseconds
             else:
                 time.sleep(left)
         raise StepCancelled
@@ -289,33 +289,33 @@ class Client:
         else:
             filled = fill_push(self._layouts, self._room)
         if self._others is not None:
-            assert self._line is not None
+            assert self._connection is not None
             try:
                 filled = self._others.push(self._step, filled)
             except ConnectionLost:
-                self._line.give_up()  # the whole of it is made anew
+                self._connection.give_up()  # the whole of it is made anew
                 return
         told = float("nan") if loss is None else loss
         used, finite, checksum = filled
-        message = wire.Push(self._step, self.version, examples, told, seconds, finite, checksum, used)
+        message = wire.PushMessage(self._step, self.version, examples, told, seconds, finite, checksum, used)
         self._send(message, tensors)
 
     def skip(self) -> None:
         """Give the step up and count its batch as used; another step comes."""
         self._send(wire.Skip(self._step, self.version))
 
-    def more(self) -> wire.Batch | None:
+    def more(self) -> wire.BatchMessage | None:
         """Get one more batch for the same step, -1 if there is none; None if the step was cancelled meanwhile."""
         if self.cancelled():
             return None
         self._send(wire.More(self._step))
         try:
-            answer: wire.Message = self._wait_for(wire.Batch, wire.Go, wire.Finished)
+            answer: wire.Message = self._wait_for(wire.BatchMessage, wire.Go, wire.Finished)
         except _JoinedAgain:
             return None
         if isinstance(answer, wire.Go | wire.Finished):
             self._later = answer
-        return answer if isinstance(answer, wire.Batch) else None
+        return answer if isinstance(answer, wire.BatchMessage) else None
 
     # Other wishes --------------------------------------------------------------------------------------------
 
@@ -324,8 +324,8 @@ class Client:
         most = wire.MOST_VALUES
         parts = [values[start : start + most] for start in range(0, len(values), most)]
         means = [
-            self._request(wire.Mean(epoch, f"{key}/{place}", weight, part), wire.Averaged).values
-            for place, part in enumerate(parts)
+            self._request(wire.Mean(epoch, f"{key}/{index}", weight, part), wire.Averaged).values
+            for index, part in enumerate(parts)
         ]
         return tuple(number for mean in means for number in mean)
 
@@ -341,8 +341,8 @@ class Client:
 
     def _send(self, message: wire.Message, tensors: Pieces | None = None) -> None:
         """Send a message; that it is lost is seen when an answer is waited for."""
-        assert self._line is not None, "the client is closed"
-        self._line.send_all(encode(message), tensors, vanished_after=_VANISHED_AFTER)
+        assert self._connection is not None, "the client is closed"
+        self._connection.send_all(encode(message), tensors, vanished_after=_VANISHED_AFTER)
 
     def _request(self, message: wire.Message, answer: type[M]) -> M:
         while True:
@@ -364,11 +364,11 @@ class Client:
         raise _JoinedAgain
 
     def _hear(self, *kinds: type[M]) -> M:
-        assert self._line is not None
+        assert self._connection is not None
         while True:
             message = self._receive()
             if message is None:
-                self._watch_connection(self._line)
+                self._watch_connection(self._connection)
             elif isinstance(message, kinds):
                 return cast(M, message)
             elif isinstance(message, wire.Go | wire.Finished):
@@ -376,8 +376,8 @@ class Client:
 
     def _receive(self) -> wire.Message | None:
         """The next message, or None if it has not all come; ``_Lost`` if it will not."""
-        assert self._line is not None
-        while (received := self._line.receive(self._into)) is not None:
+        assert self._connection is not None
+        while (received := self._connection.receive(self._into)) is not None:
             message = decode(received.head)
             if received.tensors is not None:
                 self._came = received.tensors
@@ -398,12 +398,12 @@ class Client:
                     continue  # it was on its way when we asked anew
                 case _:
                     return message
-        if self._line.ended:
+        if self._connection.ended:
             raise _Lost
         return None
 
-    def _watch_connection(self, line: Line) -> None:
+    def _watch_connection(self, connection: Connection) -> None:
         """Wait for something to happen; ``_Lost`` if the server or its host is gone."""
-        line.wait(_TICK)
-        if line.ended or line.silence.seconds(time.monotonic()) > _VANISHED_AFTER:
+        connection.wait(_TICK)
+        if connection.ended or connection.silence.seconds(time.monotonic()) > _VANISHED_AFTER:
             raise _Lost

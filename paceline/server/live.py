@@ -26,19 +26,19 @@ from paceline.policies.server import ServerPolicy
 from paceline.policies.state import NOT_YET
 from paceline.record import trace as traced
 from paceline.record.trace import TraceWriter
-from paceline.server import messages as wire
 from paceline.server.averages import Averages
-from paceline.server.gathering import MeanOfPushes, adopt, examine, publish
-from paceline.server.layout import Laid, ModelLayouts, memory_of
-from paceline.server.listening import Ended, Heard, Listener, Peer
 from paceline.server.members import Figures, Member
-from paceline.server.memory import HEAD, SharedMemory
-from paceline.server.pieces import Pieces
-from paceline.server.shard_state import clip
 from paceline.server.shards import Shards
-from paceline.server.vault import Vault
 from paceline.server.work_queue import WorkQueue
-from paceline.trainee import Trainee
+from paceline.store.double_buffer import DoubleBuffer
+from paceline.store.gathering import MeanOfPushes, adopt, examine, publish
+from paceline.store.layout import Arena, ModelLayouts, memory_of
+from paceline.store.memory import HEAD, SharedMemory
+from paceline.store.shard_state import clip
+from paceline.train_state import TrainState
+from paceline.transport import messages as wire
+from paceline.transport.listening import Ended, Heard, Listener, Peer
+from paceline.transport.pieces import Pieces
 
 logger = logging.getLogger("paceline")
 
@@ -50,7 +50,7 @@ _LONGEST_REASON = 2000  # characters: names in it come from others, and a messag
 
 
 @dataclass(frozen=True, kw_only=True)
-class Committed:
+class CommitSummary:
     """One commit, as the metrics tell of it."""
 
     version: int  # after it
@@ -68,14 +68,14 @@ class Host(Protocol):
     """What the server asks of the session that it serves for."""
 
     def rate(self) -> float: ...
-    def committed(self, commit: Committed) -> None: ...
+    def committed(self, commit: CommitSummary) -> None: ...
     def write_down(self) -> None: ...
     def save(self, path: Path | None) -> Path | None: ...
     def note(self, event: str, values: dict[str, Any]) -> None: ...
 
 
 class LiveServer:
-    """Serve ``trainee`` under ``policy`` to ``workers`` workers, of whom those of this host share ``memory``.
+    """Serve ``train_state`` under ``policy`` to ``workers`` workers, of whom those of this host share ``memory``.
 
     When those who have joined have left, it waits ``patience`` seconds for the others, unless they are said to be gone.
     ``found`` is what a server that was killed has left in that memory, as ``vault.read_note`` reads it: go on from it.
@@ -84,7 +84,7 @@ class LiveServer:
 
     def __init__(
         self,
-        trainee: Trainee,
+        train_state: TrainState,
         policy: ServerPolicy,
         *,
         workers: int,
@@ -99,13 +99,13 @@ class LiveServer:
         found: Mapping[str, Any] | None = None,
         shards: Shards | None = None,
     ) -> None:
-        self._trainee = replace(trainee, scaler=None)  # pushes are not scaled
+        self._train_state = replace(train_state, scaler=None)  # pushes are not scaled
         self._shards = shards
         self._policy, self._host, self._listener = policy, host, listener
         self._trace: Callable[[traced.Record], None] = trace.append if trace is not None else lambda _: None
         self._tracer = trace
-        self._model = ModelLayouts.describe(trainee.model)
-        self._layouts = ModelLayouts(trainee.model) if shards is None else shards.layouts
+        self._model = ModelLayouts.describe(train_state.model)
+        self._layouts = ModelLayouts(train_state.model) if shards is None else shards.layouts
         self._num_trained = len(self._layouts.trained) if shards is None else shards.num_trained
         self._up_bytes = self._layouts.up.nbytes if shards is None else shards.up_bytes
         self._down_bytes = self._layouts.down.nbytes if shards is None else shards.down_bytes
@@ -120,14 +120,14 @@ class LiveServer:
         self._began = time.monotonic()
         self._averages = Averages()
         self._lives: dict[int, int] = {}  # the last incarnation of each rank
-        self._vault = Vault(memory, self._trainee, self._memory.down, HEAD)
+        self._double_buffer = DoubleBuffer(memory, self._train_state, self._memory.down, HEAD)
         if found is not None:
             self._take_over(found)
         adopt(self._layouts, self._memory.down, found=found is not None)
         self._memory.version = version
         self._memory.wrote()  # though one who was killed may not have got so far
         self._gathered = MeanOfPushes(self._layouts)
-        self._only: tuple[Laid, bytes] | None = None  # the push that the next commit consists of
+        self._only: tuple[Arena, bytes] | None = None  # the push that the next commit consists of
         self._members: dict[int, Member] = {}
         self._by_peer: dict[Peer, Member] = {}
         self._figures: dict[int, Figures] = {}
@@ -141,7 +141,7 @@ class LiveServer:
             self._patience, self._left_at = max(patience, _LONGEST_ABSENCE), self._now()
         self._trace(traced.Began(version, found is not None))
         if found is None:
-            self._vault.begin(version, self._note())
+            self._double_buffer.begin(version, self._note())
 
     def serve(self, asked_to_stop: Callable[[], bool]) -> bool:
         """Serve until all workers have left, or we are asked to stop; True if they have left by themselves."""
@@ -150,7 +150,7 @@ class LiveServer:
                 self._take_in(peer, heard)
             if self._shards is not None:
                 self._shards.decided()
-            self._vault.catch_up()  # while the workers compute
+            self._double_buffer.catch_up()  # while the workers compute
             self._host.write_down()
             if not self._members and self._left_at is not None and not self._awaits_more(self._left_at):
                 return True
@@ -205,7 +205,7 @@ class LiveServer:
 
     def _hear(self, member: Member, message: wire.Message) -> None:
         match message:
-            case wire.Push():
+            case wire.PushMessage():
                 self._take_push(member, message)
             case wire.Ask():
                 self._take_ask(member, message)
@@ -255,7 +255,9 @@ class LiveServer:
             self._listener.forget(self._members[rank].peer)
             self._leave(self._members[rank])
         figures = self._figures.setdefault(rank, Figures())
-        member = Member(rank=rank, peer=peer, gradients=Laid(self._layouts.up, gradients), local=local, figures=figures)
+        member = Member(
+            rank=rank, peer=peer, gradients=Arena(self._layouts.up, gradients), local=local, figures=figures
+        )
         if self._queue.epoch > self._start_epoch:
             member.first_epoch = self._queue.epoch
         self._members[rank] = self._by_peer[peer] = member
@@ -281,9 +283,9 @@ class LiveServer:
 
     def _check_model(self, hello: wire.Hello) -> None:
         theirs = tuple(tuple(entry) for entry in hello.model)
-        for place, (wanted, found) in enumerate(zip(self._model, theirs, strict=False)):
+        for index, (wanted, found) in enumerate(zip(self._model, theirs, strict=False)):
             if wanted != found:
-                raise WireError(f"another model than the server's: tensor {place} is {found}, and {wanted} here")
+                raise WireError(f"another model than the server's: tensor {index} is {found}, and {wanted} here")
         if len(theirs) != len(self._model):
             raise WireError(
                 f"another model than the server's: it has {len(theirs)} tensors, and {len(self._model)} here"
@@ -320,7 +322,7 @@ class LiveServer:
             self._enter(member)
         self._do(self._policy.asked(self._state, member.rank, self._now()))
 
-    def _take_push(self, member: Member, message: wire.Push) -> None:
+    def _take_push(self, member: Member, message: wire.PushMessage) -> None:
         now = self._now()
         if message.version > self._state.version:
             raise WireError(f"a push on version {message.version}, and the newest is {self._state.version}")
@@ -352,7 +354,7 @@ class LiveServer:
             traced.Pushed(member.rank, message.step, message.version, message.examples, message.loss, checksum, now)
         )
         self._arrived[push] = now
-        self._vault.taken(len(self._arrived))
+        self._double_buffer.taken(len(self._arrived))
         if message.examples and actions and isinstance(actions[0], decided.Commit) and actions[0].pushes == (push,):
             self._only = member.gradients, message.used
             if self._shards is not None:
@@ -365,7 +367,7 @@ class LiveServer:
                 self._shards.settle()
         self._do(actions)
 
-    def _examine(self, member: Member, push: wire.Push) -> tuple[str | None, int]:
+    def _examine(self, member: Member, push: wire.PushMessage) -> tuple[str | None, int]:
         """What is not finite in a push, and its checksum; of all its parts, while each server looks at its own.
 
         A worker of this host has looked at its gradients when it copied them; only what is amiss is looked at again.
@@ -404,7 +406,7 @@ class LiveServer:
         batch = self._queue.take(member.rank, member.epochs)
         epoch, number = batch if batch is not None else (-1, -1)
         self._trace(traced.GivenMore(member.rank, message.step, epoch, number))
-        member.peer.send(wire.Batch(message.step, epoch, number))
+        member.peer.send(wire.BatchMessage(message.step, epoch, number))
 
     # What is done --------------------------------------------------------------------------------------------
 
@@ -471,18 +473,18 @@ class LiveServer:
             raise CommError(f"a worker has been copying the parameters for {_LONGEST_READ:.0f} s; is it stopped?")
         began = time.monotonic()
         rate = self._host.rate()
-        self._vault.before_update()
+        self._double_buffer.before_update()
         if self._shards is None:
             with torch.no_grad():
                 self._gathered.put(self._only)
-            self._trainee.update()
+            self._train_state.update()
         else:
             self._update_with_others(self._shards)
         publish(self._layouts, self._memory.down)
         self._memory.version += 1
         self._queue.commit()  # all that was pushed: policies leave nothing behind
         self._trace(traced.Committed(self._memory.version, len(commit.pushes), self._now()))
-        self._vault.after_update(self._memory.version, self._note())
+        self._double_buffer.after_update(self._memory.version, self._note())
         self._memory.wrote()  # not if it has failed: then nobody may read what there is
         self._only = None
         for parameter in self._layouts.trained:  # zero_grad of an optimizer also prepares for a profiler
@@ -496,9 +498,9 @@ class LiveServer:
         with torch.no_grad():
             self._gathered.put(self._only)
         norm = shards.update(version)
-        if self._trainee.clip_norm is not None:
-            clip(self._layouts, self._trainee.clip_norm, norm)
-        replace(self._trainee, clip_norm=None).update()
+        if self._train_state.clip_norm is not None:
+            clip(self._layouts, self._train_state.clip_norm, norm)
+        replace(self._train_state, clip_norm=None).update()
         shards.settle()
 
     def _tell(self, commit: decided.Commit, rate: float, seconds: float) -> None:
@@ -510,7 +512,7 @@ class LiveServer:
         told = [(push.loss, push.examples) for push in commit.pushes if push.loss is not None and push.examples]
         weight = sum(examples for _, examples in told)
         self._host.committed(
-            Committed(
+            CommitSummary(
                 version=version,
                 epoch=self._queue.epoch,
                 workers=[push.worker for push in commit.pushes],
@@ -537,11 +539,11 @@ class LiveServer:
 
     def _note_down(self) -> None:
         """Note what is about to be told, or has happened, apart from commits."""
-        self._vault.note_again(self._memory.version, self._note())
+        self._double_buffer.note_again(self._memory.version, self._note())
 
     def _take_over(self, found: Mapping[str, Any]) -> None:
         """Go on from what a server that was killed has left behind."""
-        self._vault.recover(found)
+        self._double_buffer.recover(found)
         self._queue.load_state_dict(found["queue"])
         self._state.take_over(found["policy"])
         self._began -= found["at"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.server.layout import Laid
-from paceline.server.listening import Peer
+from paceline.store.layout import Arena
+from paceline.transport.listening import Peer
 
 
 @dataclass(kw_only=True)
@@ -38,7 +38,7 @@ class Member:
 
     rank: int
     peer: Peer
-    gradients: Laid  # where its pushes are
+    gradients: Arena  # where its pushes are
     local: bool  # shares the server's memory
     figures: Figures
     life: int = 0  # its incarnation, as the policy knows it

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from paceline.errors import CommError
-from paceline.server import messages as wire
-from paceline.server.calling import call
-from paceline.server.channel import Sealing
-from paceline.server.dealing import layouts_of, starts_of
-from paceline.server.gathering import Filled, fill_push, read_parameters
-from paceline.server.layout import Laid, ModelLayouts, memory_of
-from paceline.server.lines import Line
-from paceline.server.memory import SharedMemory
-from paceline.server.pieces import Pieces
-from paceline.server.wire import decode, encode
+from paceline.store.gathering import Filled, fill_push, read_parameters
+from paceline.store.layout import Arena, ModelLayouts, memory_of
+from paceline.store.memory import SharedMemory
+from paceline.store.partition import layouts_of, starts_of
+from paceline.transport import messages as wire
+from paceline.transport.calling import call
+from paceline.transport.channel import Sealing
+from paceline.transport.connections import Connection
+from paceline.transport.pieces import Pieces
+from paceline.transport.wire import decode, encode
 
 _TIME_TO_COME = 10.0  # seconds: they are up before the first server welcomes anybody
 _VANISHED_AFTER = 4.0  # seconds without any answer of the servers' host
@@ -35,7 +35,7 @@ class _SharedPart:
     def __init__(self, layouts: ModelLayouts, file: int, *, slots: int, rank: int) -> None:
         self._layouts = layouts
         self._memory = SharedMemory(file, down=layouts.down.nbytes, up=layouts.up.nbytes, slots=slots)
-        self._gradients = Laid(layouts.up, self._memory.slot(rank))
+        self._gradients = Arena(layouts.up, self._memory.slot(rank))
         self._parameters = layouts.down.views(self._memory.down)
 
     def begin_push(self, step: int) -> Filled:
@@ -61,26 +61,26 @@ class _DistantPart:
     def __init__(self, layouts: ModelLayouts, address: str, *, token: bytes, sealing: Sealing, rank: int) -> None:
         self._layouts = layouts
         self._gradients, parameters = (
-            Laid(layout, torch.zeros(layout.nbytes, dtype=torch.uint8)) for layout in (layouts.up, layouts.down)
+            Arena(layout, torch.zeros(layout.nbytes, dtype=torch.uint8)) for layout in (layouts.up, layouts.down)
         )
         self._parameter_views = parameters.views
         self._into = Pieces(memory_of(parameters.memory))
         self._version = -1  # of the parameters that have come
         try:
-            self._line: Line = call(address, token, sealing, seconds=_TIME_TO_COME)
+            self._connection: Connection = call(address, token, sealing, seconds=_TIME_TO_COME)
         except CommError:
             raise ConnectionLost from None
         try:
-            self._line.send_all(encode(wire.Attach(rank)), vanished_after=_VANISHED_AFTER)
+            self._connection.send_all(encode(wire.Attach(rank)), vanished_after=_VANISHED_AFTER)
             self.end_push(0)  # or it might be told to send us parameters before it knows us
         except BaseException:
-            self._line.close()
+            self._connection.close()
             raise
 
     def begin_push(self, step: int) -> Filled:
         filled = fill_push(self._layouts, self._gradients)
         tensors = Pieces(memory_of(self._gradients.memory))
-        self._line.send_all(encode(wire.Part(step)), tensors, vanished_after=_VANISHED_AFTER)
+        self._connection.send_all(encode(wire.Part(step)), tensors, vanished_after=_VANISHED_AFTER)
         return filled
 
     def end_push(self, step: int) -> None:
@@ -100,12 +100,12 @@ class _DistantPart:
         read_parameters(self._layouts, self._parameter_views)
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()
 
     def _hear(self) -> wire.Message:
-        while (received := self._line.receive(self._into)) is None:
-            self._line.wait(_TICK)
-            if self._line.ended or self._line.silence.seconds(time.monotonic()) > _VANISHED_AFTER:
+        while (received := self._connection.receive(self._into)) is None:
+            self._connection.wait(_TICK)
+            if self._connection.ended or self._connection.silence.seconds(time.monotonic()) > _VANISHED_AFTER:
                 raise ConnectionLost
         message = decode(received.head)
         if isinstance(message, wire.Refused):
@@ -133,9 +133,9 @@ class OtherParts:
         self._starts = starts_of([own, *others])
         self._parts: list[_SharedPart | _DistantPart] = []
         try:
-            for place, (layouts, address) in enumerate(zip(others, welcome.shards, strict=True)):
+            for index, (layouts, address) in enumerate(zip(others, welcome.shards, strict=True)):
                 if memories is not None:
-                    part = _SharedPart(layouts, memories[place], slots=welcome.slots, rank=welcome.rank)
+                    part = _SharedPart(layouts, memories[index], slots=welcome.slots, rank=welcome.rank)
                     self._parts.append(part)
                     continue
                 where = _at_the_same_host(address, reached_at)

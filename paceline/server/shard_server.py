@@ -10,16 +10,16 @@ from dataclasses import replace
 import torch
 
 from paceline.errors import CommError, WireError
-from paceline.server import messages as wire
-from paceline.server.dealing import layouts_of
-from paceline.server.gathering import MeanOfPushes, adopt, examine, publish
-from paceline.server.layout import Laid, memory_of
-from paceline.server.listening import Ended, Heard, Listener, Peer
-from paceline.server.memory import HEAD, SharedMemory
-from paceline.server.pieces import Pieces
-from paceline.server.shard_state import clip, load_state, norms_of, write_state
-from paceline.server.vault import Vault
-from paceline.trainee import Trainee
+from paceline.store.double_buffer import DoubleBuffer
+from paceline.store.gathering import MeanOfPushes, adopt, examine, publish
+from paceline.store.layout import Arena, memory_of
+from paceline.store.memory import HEAD, SharedMemory
+from paceline.store.partition import layouts_of
+from paceline.store.shard_state import clip, load_state, norms_of, write_state
+from paceline.train_state import TrainState
+from paceline.transport import messages as wire
+from paceline.transport.listening import Ended, Heard, Listener, Peer
+from paceline.transport.pieces import Pieces
 
 _TICK = 0.2  # seconds between two looks at whether we are asked to stop
 TIME_TO_BE_ENDED = 30.0  # seconds: if another server was killed, the supervisor ends us too, and starts all anew
@@ -29,7 +29,7 @@ _REMEMBERED = 8  # answers: more orders are never under way
 class _Part:
     """What a worker that shares no memory has sent of its gradients."""
 
-    def __init__(self, peer: Peer, laid: Laid) -> None:
+    def __init__(self, peer: Peer, laid: Arena) -> None:
         self.peer, self.laid = peer, laid
         self.step = -1
         peer.tensors = Pieces(memory_of(laid.memory))
@@ -43,19 +43,26 @@ class ShardServer:
     """
 
     def __init__(
-        self, trainee: Trainee, *, shard: int, servers: int, file: int, listener: Listener, address: str | None = None
+        self,
+        train_state: TrainState,
+        *,
+        shard: int,
+        servers: int,
+        file: int,
+        listener: Listener,
+        address: str | None = None,
     ) -> None:
-        self._clip_norm = trainee.clip_norm
-        self._trainee = replace(trainee, scaler=None, clip_norm=None)
-        self._layouts = layouts_of(trainee.model, servers)[shard]
+        self._clip_norm = train_state.clip_norm
+        self._train_state = replace(train_state, scaler=None, clip_norm=None)
+        self._layouts = layouts_of(train_state.model, servers)[shard]
         self._gathered = MeanOfPushes(self._layouts)
         self._file, self._listener, self._address = file, listener, address
         self._memory: SharedMemory | None = None
-        self._vault: Vault | None = None
+        self._double_buffer: DoubleBuffer | None = None
         self._first: Peer | None = None  # the server that orders
         self._orders = 0  # carried out
         self._answers: dict[int, wire.Done] = {}  # to the last few of them
-        self._slots: dict[int, Laid] = {}  # by rank: of workers that share memory
+        self._slots: dict[int, Arena] = {}  # by rank: of workers that share memory
         self._parts: dict[int, _Part] = {}  # by rank; kept when a worker is gone, since its push may still be taken
         self._ended = False
         self._alone_since: float | None = None  # when the first server was gone
@@ -101,7 +108,7 @@ class ShardServer:
 
     def _attach(self, peer: Peer, rank: int) -> None:
         memory = torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8)
-        self._parts[rank] = _Part(peer, Laid(self._layouts.up, memory))
+        self._parts[rank] = _Part(peer, Arena(self._layouts.up, memory))
         peer.send(wire.Took(0))
 
     def _note_part(self, peer: Peer, step: int) -> None:
@@ -110,12 +117,12 @@ class ShardServer:
                 part.step = step
                 peer.send(wire.Took(step))
 
-    def _part_of(self, rank: int, *, shared: bool) -> Laid:
+    def _part_of(self, rank: int, *, shared: bool) -> Arena:
         if not shared:
             return self._parts[rank].laid
         if rank not in self._slots:
             assert self._memory is not None
-            self._slots[rank] = Laid(self._layouts.up, self._memory.slot(rank))
+            self._slots[rank] = Arena(self._layouts.up, self._memory.slot(rank))
         return self._slots[rank]
 
     # Orders ------------------------------------------------------------------------------------------------------
@@ -149,12 +156,12 @@ class ShardServer:
             case wire.Update():
                 self._update(order)
             case wire.Decided():
-                assert self._vault is not None
-                self._vault.catch_up()
+                assert self._double_buffer is not None
+                self._double_buffer.catch_up()
             case wire.Give():
                 self._give(order)
             case wire.Tell():
-                return done._replace(value=write_state(self._file, self._trainee, self._layouts))
+                return done._replace(value=write_state(self._file, self._train_state, self._layouts))
             case wire.End():
                 self._ended = True
             case _:
@@ -165,14 +172,14 @@ class ShardServer:
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._file, down=down, up=up, slots=order.workers)
         self._memory.version = order.version
-        self._vault = Vault(self._file, self._trainee, self._memory.down, HEAD)
+        self._double_buffer = DoubleBuffer(self._file, self._train_state, self._memory.down, HEAD)
         if order.state == 0:
-            self._vault.recover(self._vault.note_of(order.version))
+            self._double_buffer.recover(self._double_buffer.note_of(order.version))
             adopt(self._layouts, self._memory.down, found=True)
         else:
             adopt(self._layouts, self._memory.down, found=True)
-            load_state(self._file, order.state, self._trainee)
-            self._vault.begin(order.version, {})
+            load_state(self._file, order.state, self._train_state)
+            self._double_buffer.begin(order.version, {})
 
     def _examine(self, order: wire.Examine) -> wire.Done:
         if not order.shared and (order.rank not in self._parts or self._parts[order.rank].step != order.step):
@@ -189,17 +196,17 @@ class ShardServer:
 
     def _update(self, order: wire.Update) -> None:
         """Make the commit; the first server keeps workers of this host from reading meanwhile."""
-        assert self._memory is not None and self._vault is not None
+        assert self._memory is not None and self._double_buffer is not None
         self._check_version(order.version - 1)
         self._listener.keep_what_waits()
-        self._vault.before_update()  # the last commit was decided, or there would be no other
+        self._double_buffer.before_update()  # the last commit was decided, or there would be no other
         if self._clip_norm is not None and not math.isnan(order.norm):
             clip(self._layouts, self._clip_norm, order.norm)
-        self._trainee.update()
+        self._train_state.update()
         publish(self._layouts, self._memory.down)
         self._memory.version = order.version
-        self._vault.after_update(order.version, {})
-        self._trainee.clear_gradients()
+        self._double_buffer.after_update(order.version, {})
+        self._train_state.clear_gradients()
 
     def _give(self, order: wire.Give) -> None:
         assert self._memory is not None

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.errors import CommError, WireError
-from paceline.server import messages as wire
-from paceline.server.calling import call
-from paceline.server.dealing import bits_of, layouts_of, starts_of
-from paceline.server.gathering import adopt
-from paceline.server.layout import ModelLayouts
-from paceline.server.lines import Line
-from paceline.server.memory import SharedMemory
 from paceline.server.shard_server import TIME_TO_BE_ENDED
-from paceline.server.shard_state import collect_state, drop_state, norms_of, total_norm, write_state
-from paceline.server.wire import decode, encode
-from paceline.trainee import Trainee
+from paceline.store.gathering import adopt
+from paceline.store.layout import ModelLayouts
+from paceline.store.memory import SharedMemory
+from paceline.store.partition import bits_of, layouts_of, starts_of
+from paceline.store.shard_state import collect_state, drop_state, norms_of, total_norm, write_state
+from paceline.train_state import TrainState
+from paceline.transport import messages as wire
+from paceline.transport.calling import call
+from paceline.transport.connections import Connection
+from paceline.transport.wire import decode, encode
 
 _TIME_TO_COME = 60.0  # seconds for a server to run the script up to join()
 _TIME_TO_END = 1.0
@@ -32,25 +32,25 @@ _TICK = 0.5
 class _Other:
     """One of the other servers."""
 
-    def __init__(self, number: int, line: Line, file: int, memory: SharedMemory) -> None:
-        self.number, self._line, self.file, self.memory = number, line, file, memory
+    def __init__(self, number: int, connection: Connection, file: int, memory: SharedMemory) -> None:
+        self.number, self._connection, self.file, self.memory = number, connection, file, memory
         self.awaited = 0  # answers
         self.answer = wire.Done(0)  # the last one
         self.remote_address = ""
 
     def send(self, order: Any) -> None:
-        self._line.send(encode(order))
+        self._connection.send(encode(order))
         self.awaited += 1
 
     def wait(self) -> None:
         """Wait until every order is carried out."""
         while self.awaited:
-            self._line.flush()
-            received = self._line.receive()
+            self._connection.flush()
+            received = self._connection.receive()
             if received is None:
-                if self._line.ended:
+                if self._connection.ended:
                     raise _gone(f"server {self.number}, which holds a part of the parameters, is gone")
-                self._line.wait(_TICK)
+                self._connection.wait(_TICK)
                 continue
             message = decode(received.head)
             if isinstance(message, wire.Refused):
@@ -60,19 +60,19 @@ class _Other:
             self.awaited -= 1
 
     def close(self) -> None:
-        self._line.close(_TIME_TO_END)
+        self._connection.close(_TIME_TO_END)
 
 
 class Shards:
     """Bring up the servers at ``addresses``, each of which shares one of the ``memories`` with us and the workers.
 
-    The parameters of ``trainee`` then lie in those memories, so that its model is always whole; its optimizers remember
+    The parameters of ``train_state`` then lie in those memories, so that its model is always whole; its optimizers remember
     nothing of what others hold. ``found``: the servers before were killed, and what they had of ``version`` is there.
     """
 
     def __init__(
         self,
-        trainee: Trainee,
+        train_state: TrainState,
         *,
         memories: Sequence[int],
         addresses: Sequence[str],
@@ -81,8 +81,8 @@ class Shards:
         version: int,
         found: bool = False,
     ) -> None:
-        self._trainee, self.addresses, self._clip_norm = trainee, tuple(addresses), trainee.clip_norm
-        self._layouts = layouts_of(trainee.model, 1 + len(memories))
+        self._train_state, self.addresses, self._clip_norm = train_state, tuple(addresses), train_state.clip_norm
+        self._layouts = layouts_of(train_state.model, 1 + len(memories))
         self._starts = starts_of(self._layouts)
         self.num_trained = self._starts[-1]
         self.up_bytes, self.down_bytes = (
@@ -96,10 +96,10 @@ class Shards:
         for number, (layouts, file, address) in enumerate(zip(self._layouts[1:], memories, addresses, strict=True), 1):
             memory = SharedMemory(file, down=layouts.down.nbytes, up=layouts.up.nbytes, slots=workers, create=True)
             try:
-                line = call(address, token, "none", seconds=_TIME_TO_COME)
+                connection = call(address, token, "none", seconds=_TIME_TO_COME)
             except CommError as error:
                 raise _gone(str(error)) from None
-            self._others.append(_Other(number, line, file, memory))
+            self._others.append(_Other(number, connection, file, memory))
         self._begin(version, workers, found=found)
         self.remote_addresses = tuple(other.answer.result.decode() for other in self._others)
 
@@ -108,7 +108,7 @@ class Shards:
         if not found:
             for other, part in self._parts():
                 adopt(part, other.memory.down)
-            lengths = [write_state(other.file, self._trainee, part) for other, part in self._parts()]
+            lengths = [write_state(other.file, self._train_state, part) for other, part in self._parts()]
             self.drop_collected()
         self._order([wire.Begin(number, version, workers, length) for length in lengths])
         self._wait()
@@ -185,14 +185,14 @@ class Shards:
         self._order_all(wire.Tell(self._number()))
         self._wait()
         for other, part in self._parts():
-            collect_state(other.file, other.answer.value, self._trainee)
+            collect_state(other.file, other.answer.value, self._train_state)
             for parameter, view in zip(part.parameters, part.down.views(other.memory.down), strict=True):
                 if parameter.device.type != "cpu":
                     parameter.data.copy_(view)
 
     def drop_collected(self) -> None:
         """Let our own optimizers remember their own part again, and nothing else."""
-        drop_state(self._trainee, self.layouts)
+        drop_state(self._train_state, self.layouts)
 
     def close(self) -> None:
         """Let the others end."""

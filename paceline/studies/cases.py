@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.studies.study import StudyContext
-from paceline.virtual.learning import Course, Learned, Lesson
 from paceline.virtual.simulate import Scenario, summary
+from paceline.virtual.training import SimulatedTraining, TrainingOutcome, TrainingPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
     """What came of scenarios; fewer than were asked for, the last one cut short, if the user broke off."""
 
-    done: tuple[tuple[Scenario, Learned], ...]  # without a problem, the curves are empty
+    done: tuple[tuple[Scenario, TrainingOutcome], ...]  # without a problem, the curves are empty
     broken_off: str | None  # where, if so
 
     @property
@@ -29,7 +29,7 @@ def run_cases(
     *,
     commits: int | None = None,
     seconds: float | None = None,
-    course: Course | None = None,
+    course: TrainingPlan | None = None,
 ) -> Runs:
     """Run the scenarios for so many commits, or with a course for so many seconds; Ctrl-C ends with what is known.
 
@@ -37,7 +37,7 @@ def run_cases(
     """
     for case in cases:
         case.check(has_loss=course is not None)
-    done: list[tuple[Scenario, Learned]] = []
+    done: list[tuple[Scenario, TrainingOutcome]] = []
     with context.interrupts.collected() as stop:
         for number, case in enumerate(cases):
             context.tell(f"{case.policy} x {case.workers}", number, len(cases))
@@ -57,7 +57,7 @@ def run_cases(
 class _CutShort(Exception):
     """The user broke off; ``known`` is what there was by then."""
 
-    def __init__(self, known: Learned | None, now: float) -> None:
+    def __init__(self, known: TrainingOutcome | None, now: float) -> None:
         super().__init__(
             f"at {now:,.6g} virtual seconds, {'before its first commit' if known is None else 'cut short'}"
         )
@@ -65,21 +65,21 @@ class _CutShort(Exception):
 
 
 def _run(
-    case: Scenario, commits: int | None, seconds: float | None, course: Course | None, stop: Sequence[object]
-) -> Learned:
-    run: _TimesOnly | Lesson | None = None
+    case: Scenario, commits: int | None, seconds: float | None, course: TrainingPlan | None, stop: Sequence[object]
+) -> TrainingOutcome:
+    run: _TimesOnly | SimulatedTraining | None = None
     try:
         if course is None:
             run = _TimesOnly(case, commits)
         else:
             assert seconds is not None
-            run = Lesson(case, course, seconds=seconds)
+            run = SimulatedTraining(case, course, seconds=seconds)
         run.finish(stop)
         if not stop:
-            return run.learned()
+            return run.outcome()
     except KeyboardInterrupt:
         pass
-    raise _CutShort(None, 0.0) if run is None else _CutShort(_known(run.learned), run.now)
+    raise _CutShort(None, 0.0) if run is None else _CutShort(_known(run.outcome), run.now)
 
 
 class _TimesOnly:
@@ -96,11 +96,11 @@ class _TimesOnly:
     def finish(self, stop: Sequence[object]) -> None:
         self._cluster.run(commits=self._commits, stop=stop)
 
-    def learned(self) -> Learned:
-        return Learned(run=summary(self._case, self._cluster), curve=())
+    def outcome(self) -> TrainingOutcome:
+        return TrainingOutcome(run=summary(self._case, self._cluster), curve=())
 
 
-def _known(ask: Callable[[], Learned]) -> Learned | None:
+def _known(ask: Callable[[], TrainingOutcome]) -> TrainingOutcome | None:
     try:
         return ask()
     except UsageError:  # not one commit yet

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
+from paceline.quantities import SIZES, print_quantity, read_quantity
 from paceline.studies.study import Axis, Cell, Column, Series, Study, StudyContext, StudyResult, option
 from paceline.virtual.links import (
     Link,
@@ -17,7 +18,6 @@ from paceline.virtual.links import (
     server_seconds,
     tree_seconds,
 )
-from paceline.virtual.quantities import SIZES, print_quantity, read_quantity
 
 WAYS: dict[str, Callable[[Link, float, int], float]] = {
     "server": server_seconds,

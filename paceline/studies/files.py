@@ -14,12 +14,12 @@ from paceline.studies.study import StudyResult
 
 def check_folder(folder: Path) -> None:
     """Raise, before the work is done, if ``write_result`` could not make or fill the folder after it."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         raise UsageError(
-            f"the results cannot be written to {folder}: {place} is not a directory that may be written to; "
+            f"the results cannot be written to {folder}: {existing} is not a directory that may be written to; "
             "name another one with --out DIR"
         )
 
@@ -69,7 +69,7 @@ def shown_rows(result: StudyResult) -> list[list[str]]:
 
 def numeric_columns(result: StudyResult) -> list[bool]:
     """Tell for every column whether it holds numbers, which are aligned to the right."""
-    return [not any(isinstance(row[place], str) for row in result.rows) for place in range(len(result.columns))]
+    return [not any(isinstance(row[existing], str) for row in result.rows) for existing in range(len(result.columns))]
 
 
 def _markdown_row(cells: list[str]) -> str:

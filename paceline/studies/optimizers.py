@@ -17,7 +17,7 @@ from paceline.optim import make_optimizer
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.problems.models import VECTOR_MODELS
 from paceline.seeding import derive_seed, seed_streams
-from paceline.session import join
+from paceline.sessions.session import join
 from paceline.studies.study import (
     Axis,
     Cell,
@@ -29,7 +29,7 @@ from paceline.studies.study import (
     one_thread,
     option,
 )
-from paceline.training import evaluate
+from paceline.training.train import evaluate
 
 # The rate of each is the one of a coarse grid (factors of about 3, the best not at its edge) with the lowest
 # loss on 10,000 held-out training images of mnist after 600 steps, one seed, as the geometric mean over the three

@@ -11,9 +11,9 @@ from typing import Any
 from paceline.policies import parse_policy
 from paceline.studies.study import Cell, Column, Series
 from paceline.virtual.formulas import NoFormulaError, iteration_time, mean_staleness
-from paceline.virtual.learning import Learned
 from paceline.virtual.links import Link, parse_link
 from paceline.virtual.simulate import Scenario, as_record
+from paceline.virtual.training import TrainingOutcome
 
 _STALENESS_BINS = 40  # of the plot
 
@@ -33,7 +33,7 @@ TIMES = (
 )
 
 
-def times_row(case: Scenario, learned: Learned) -> tuple[Cell, ...]:
+def times_row(case: Scenario, learned: TrainingOutcome) -> tuple[Cell, ...]:
     """A row of the table ``TIMES``."""
     run = learned.run
     moved = run.bytes_in + run.bytes_out
@@ -76,14 +76,14 @@ def finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def record_of(learned: Learned) -> dict[str, Any]:
+def record_of(learned: TrainingOutcome) -> dict[str, Any]:
     """Everything that was measured, fit for JSON."""
     points = [dataclasses.asdict(point) for point in learned.curve]
     curve = [{name: finite(value) for name, value in point.items()} for point in points]
     return {**as_record(learned.run), "curve": curve}
 
 
-def curve_series(case: Scenario, learned: Learned) -> Series:
+def curve_series(case: Scenario, learned: TrainingOutcome) -> Series:
     """Test loss against virtual time; where it is no number any more the curve ends."""
     good = [point for point in learned.curve if math.isfinite(point.loss)]
     panel = f"{case.workers} workers, {case.delay}"
@@ -95,7 +95,7 @@ def curve_series(case: Scenario, learned: Learned) -> Series:
     )
 
 
-def staleness_series(case: Scenario, learned: Learned) -> Series:
+def staleness_series(case: Scenario, learned: TrainingOutcome) -> Series:
     """How many of the pushes were how stale; where that varies much, the mean of neighbours."""
     histogram, pushes = learned.run.staleness_histogram, learned.run.pushes
     width = 1 + max(histogram) // _STALENESS_BINS
@@ -105,8 +105,8 @@ def staleness_series(case: Scenario, learned: Learned) -> Series:
     return Series(
         label=str(case.policy),
         panel=f"{case.workers} workers, {case.delay}",
-        x=tuple(place * width + (width - 1) / 2 for place in sorted(bins)),
-        y=tuple(bins[place] / width / pushes for place in sorted(bins)),
+        x=tuple(index * width + (width - 1) / 2 for index in sorted(bins)),
+        y=tuple(bins[index] / width / pushes for index in sorted(bins)),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from paceline.errors import UsageError, unknown_name
 from paceline.problems import Problem, ProblemOptions, load_problem
+from paceline.quantities import SIZES, read_quantity
 from paceline.studies.cases import Runs, run_cases
 from paceline.studies.outcomes import (
     TIMES,
@@ -32,9 +33,8 @@ from paceline.studies.study import (
     option,
 )
 from paceline.virtual.formulas import NoFormulaError
-from paceline.virtual.learning import Course, Learned
-from paceline.virtual.quantities import SIZES, read_quantity
 from paceline.virtual.simulate import Scenario
+from paceline.virtual.training import TrainingOutcome, TrainingPlan
 
 Depth = Literal["formula", "time"]
 COMMITS = 1000
@@ -118,12 +118,12 @@ class Simulation(Study):
             for policy in self.policies
         ]
 
-    def _course(self, context: StudyContext) -> tuple[Problem | None, Course | None]:
+    def _course(self, context: StudyContext) -> tuple[Problem | None, TrainingPlan | None]:
         if self.problem is None:
             return None, None
         options = ProblemOptions(data=context.data, model=self.model, seed=context.seed)
         problem = load_problem(self.problem, options)
-        return problem, Course(
+        return problem, TrainingPlan(
             problem=problem, optimizer=self.optimizer, batch_size=self.batch_size, points=self.points
         )
 
@@ -171,7 +171,7 @@ class Simulation(Study):
             interrupted=runs.interrupted,
         )
 
-    def _learned(self, problem: Problem, learned: Learned) -> tuple[Cell, ...]:
+    def _learned(self, problem: Problem, learned: TrainingOutcome) -> tuple[Cell, ...]:
         last = learned.curve[-1] if learned.curve else None
         shown = (None, None) if last is None else (finite(last.loss), finite(last.value))
         return shown if self.target is None else (*shown, learned.time_to(problem, self.target))

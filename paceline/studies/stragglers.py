@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.delays.delay import parse_delay
 from paceline.errors import UsageError
 from paceline.studies.cases import Runs, run_cases
 from paceline.studies.outcomes import record_of
 from paceline.studies.study import Axis, Cell, Column, Series, Study, StudyContext, StudyResult, one_thread, option
-from paceline.virtual.delays import parse_delay
 from paceline.virtual.formulas import NoFormulaError, order_statistic
-from paceline.virtual.learning import Learned
 from paceline.virtual.simulate import Scenario
+from paceline.virtual.training import TrainingOutcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +86,15 @@ class StragglersStudy(Study):
     def _spare(self, workers: int) -> int:
         return max(1, round(workers * self.backup / 100))
 
-    def _by_number(self, runs: Runs) -> dict[int, tuple[Learned, Learned, Learned]]:
+    def _by_number(self, runs: Runs) -> dict[int, tuple[TrainingOutcome, TrainingOutcome, TrainingOutcome]]:
         """The three runs of every number of workers for which there are three."""
         done = [learned for _, learned in runs.done]
-        whole = [tuple(done[place : place + 3]) for place in range(0, len(done) - 2, 3)]
+        whole = [tuple(done[index : index + 3]) for index in range(0, len(done) - 2, 3)]
         return {trio[0].run.workers: (trio[0], trio[1], trio[2]) for trio in whole}
 
-    def _row(self, workers: int, all_of_them: Learned, most: Learned, first: Learned) -> tuple[Cell, ...]:
+    def _row(
+        self, workers: int, all_of_them: TrainingOutcome, most: TrainingOutcome, first: TrainingOutcome
+    ) -> tuple[Cell, ...]:
         slowest, spare = all_of_them.run, self._spare(workers)
         exact, mean = self._formula(workers, workers), parse_delay(self.delay).mean(0)
         return (
@@ -116,7 +118,9 @@ class StragglersStudy(Study):
         except NoFormulaError:
             return None
 
-    def _series(self, measured: dict[int, tuple[Learned, Learned, Learned]]) -> tuple[Series, ...]:
+    def _series(
+        self, measured: dict[int, tuple[TrainingOutcome, TrainingOutcome, TrainingOutcome]]
+    ) -> tuple[Series, ...]:
         numbers = tuple(measured)
         labels = ("slowest", f"all but {self.backup:g} %", "fastest")
         found = [
@@ -124,9 +128,9 @@ class StragglersStudy(Study):
                 label=label,
                 panel=self.delay,
                 x=numbers,
-                y=tuple(trio[place].run.iteration for trio in measured.values()),
+                y=tuple(trio[index].run.iteration for trio in measured.values()),
             )
-            for place, label in enumerate(labels)
+            for index, label in enumerate(labels)
         ]
         exact = [(workers, value) for workers in numbers if (value := self._formula(workers, workers)) is not None]
         if exact:

@@ -14,10 +14,10 @@ def print_table(result: StudyResult) -> None:
     rows = shown_rows(result)
     table = Table(title=result.study.title, title_justify="left")
     needed = 1
-    for place, right in enumerate(numeric_columns(result)):
-        name = result.columns[place].name
+    for index, right in enumerate(numeric_columns(result)):
+        name = result.columns[index].name
         table.add_column(name, justify="right" if right else "left")
-        needed += max(map(len, (name, *(row[place] for row in rows)))) + 3
+        needed += max(map(len, (name, *(row[index] for row in rows)))) + 3
     for row in rows:
         table.add_row(*row)
     console = Console(highlight=False, markup=False)

@@ -13,8 +13,8 @@ from paceline.problems import ProblemOptions, load_problem
 from paceline.studies.cases import run_cases
 from paceline.studies.outcomes import curve_series, finite, record_of
 from paceline.studies.study import Axis, Cell, Column, Study, StudyContext, StudyResult, one_thread, option
-from paceline.virtual.learning import Course, Learned, Point
 from paceline.virtual.simulate import Scenario
+from paceline.virtual.training import Point, TrainingOutcome, TrainingPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class TradeOffStudy(Study):
 
     def run(self, context: StudyContext) -> StudyResult:
         options = ProblemOptions(data=context.data, model=self.model, seed=context.seed)
-        course = Course(
+        course = TrainingPlan(
             problem=load_problem(self.problem, options),
             optimizer=f"sgd(lr={self.rate!r}, weight_decay={self.weight_decay!r})",
             batch_size=self.batch_size,
@@ -112,7 +112,7 @@ class Fall:
     value: float | None = None  # of the problem's metric there
 
 
-def fall_of(learned: Learned) -> Fall:
+def fall_of(learned: TrainingOutcome) -> Fall:
     """Read off a curve when it was halfway down, and where it ended."""
     policy, curve = learned.run.policy, learned.curve
     if not curve:
@@ -146,7 +146,7 @@ def order_of(falls: Sequence[Fall]) -> list[str]:
     ]
 
 
-def _row(learned: Learned, fall: Fall) -> tuple[Cell, ...]:
+def _row(learned: TrainingOutcome, fall: Fall) -> tuple[Cell, ...]:
     run = learned.run
     return run.policy, run.commits, run.iteration, run.staleness, fall.halved, fall.before, fall.floor, fall.value
 

@@ -22,7 +22,7 @@ _NONE = -1
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class StepEnds:
     """Workers that began the same step together, on parameters of one version, in the order in which they end it."""
 
     times: list[float]
@@ -31,10 +31,10 @@ class Batch:
     version: int
     alive: int  # have neither ended nor been cancelled
     call: Callable[[float], None] | None = None  # of a single event that is no end of a step
-    place: int = 0  # how many have been given
+    given: int = 0  # how many have been given
 
 
-Event = tuple[float, int, Batch]
+Event = tuple[float, int, StepEnds]
 
 
 class Agenda:
@@ -44,8 +44,8 @@ class Agenda:
     """
 
     def __init__(self, workers: int) -> None:
-        self._heap: list[tuple[float, int, Batch]] = []
-        self._batches: dict[int, Batch] = {}  # those in the heap, and the one being given
+        self._heap: list[tuple[float, int, StepEnds]] = []
+        self._batches: dict[int, StepEnds] = {}  # those in the heap, and the one being given
         # One object for each worker's number: dictionaries find their keys faster when they are the same objects.
         self._names = np.arange(workers).astype(object)
         self._under_way = np.full(workers, _NONE, dtype=np.int64)  # the number of each worker's batch
@@ -58,16 +58,16 @@ class Agenda:
         if not np.all(np.diff(ends[order])):  # ties, which the quicker sort leaves in no order
             order = np.argsort(ends, kind="stable")
         self._under_way[workers] = self._next_number
-        self._add(Batch(ends[order].tolist(), self._names[workers[order]].tolist(), step, version, len(workers)))
+        self._add(StepEnds(ends[order].tolist(), self._names[workers[order]].tolist(), step, version, len(workers)))
 
     def begin_one(self, end: float, worker: int, step: int, version: int) -> None:
         """Expect one worker to end the step at that time."""
         self._under_way[worker] = self._next_number
-        self._add(Batch([end], [worker], step, version, 1))
+        self._add(StepEnds([end], [worker], step, version, 1))
 
     def call(self, at: float, what: Callable[[float], None]) -> None:
         """Give an event whose batch has this call, at that time; it cannot be cancelled."""
-        self._add(Batch([at], [_NONE], 0, 0, 1, what))
+        self._add(StepEnds([at], [_NONE], 0, 0, 1, what))
 
     def cancel(self, workers: Numbers) -> Numbers:
         """Expect the steps that the workers are on to end no more; gives those whose had not ended already."""
@@ -78,7 +78,7 @@ class Agenda:
         self._under_way[running] = _NONE
         return running
 
-    def _add(self, batch: Batch) -> None:
+    def _add(self, batch: StepEnds) -> None:
         first, number = batch.times[0], self._next_number
         self._next_number += 1
         self._batches[number] = batch
@@ -92,12 +92,12 @@ class Agenda:
             _, number, batch = heapq.heappop(heap)
             self._horizon = heap[0][0] if heap else math.inf
             while batch.alive:
-                place = batch.place
-                at, worker = batch.times[place], batch.workers[place]
+                given = batch.given
+                at, worker = batch.times[given], batch.workers[given]
                 if at > self._horizon:
                     heapq.heappush(heap, (at, number, batch))
                     break
-                batch.place = place + 1
+                batch.given = given + 1
                 if worker != _NONE:
                     if under_way[worker] != number:
                         continue
@@ -107,16 +107,16 @@ class Agenda:
             else:
                 del self._batches[number]
 
-    def take(self, batch: Batch, most: int) -> list[int]:
+    def take(self, batch: StepEnds, most: int) -> list[int]:
         """Give at once up to so many of the workers whose ends come next; none if other events come between.
 
         ``batch`` is that of the event given last. None are given either if some of its steps were cancelled.
         """
-        first = batch.place
+        first = batch.given
         last = min(first + most, bisect.bisect_right(batch.times, self._horizon, first))
         if last <= first or batch.alive != len(batch.times) - first:
             return []
-        batch.place = last
+        batch.given = last
         batch.alive -= last - first
         workers = batch.workers[first:last]
         self._under_way[workers] = _NONE

@@ -12,19 +12,19 @@ from typing import Protocol
 
 import numpy as np
 
+from paceline.delays.delay import Changed, Delay
 from paceline.errors import UsageError
 from paceline.policies import ServerPolicy
 from paceline.policies.messages import Actions, Cancel, Commit, Continue, Drop, Push, Send, pushes_of
 from paceline.seeding import derive_seed
-from paceline.virtual.agenda import Agenda, Batch, Event, Numbers, Times
-from paceline.virtual.delays import Changed, Delay
+from paceline.virtual.agenda import Agenda, Event, Numbers, StepEnds, Times
 from paceline.virtual.network import Instant, Network
 from paceline.virtual.tally import Tally
 
 _DRAWN_AT_ONCE = 1024
 
 
-class Work(Protocol):
+class Workload(Protocol):
     """What workers compute, where more than its time matters."""
 
     def begin(self, workers: Sequence[int], version: int | None) -> None:
@@ -62,7 +62,7 @@ class Cluster:
         delay: Delay,
         *,
         network: Network | None = None,
-        work: Work | None = None,
+        work: Workload | None = None,
         examples: int = 1,
         notice: float = 10.0,
         seed: int = 0,
@@ -147,13 +147,13 @@ class Cluster:
         else:
             self._carry_out(self._policy.pushed(self.state, push, at), at)
 
-    def _end_together(self, worker: int, batch: Batch) -> bool:
+    def _end_together(self, worker: int, batch: StepEnds) -> bool:
         """Hand over the worker and those who end next, as far as the policy says that it will have no answer."""
         room = self._policy.room(self.state)
         others = self._agenda.take(batch, room - 1) if room > 1 else []
         if others:
             pushes = pushes_of([worker, *others], batch.step, batch.version, self.examples)
-            self.now = batch.times[batch.place - 1]
+            self.now = batch.times[batch.given - 1]
             self.network.bytes_in += len(pushes) * self.network.nbytes
             self._carry_out(self._policy.pushed_together(self.state, pushes, self.now), self.now)
         return bool(others)

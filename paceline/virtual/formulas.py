@@ -1,6 +1,6 @@
 """Expected times and staleness of server policies, exactly, where a formula is known (Dutta et al., 2018).
 
->>> from paceline.virtual.delays import parse_delay
+>>> from paceline.delays.delay import parse_delay
 >>> round(iteration_time("k-sync", parse_delay("1+exp(0.5)"), workers=8, k=4), 3)
 2.269
 >>> mean_staleness("k-async", workers=8, k=2)
@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from paceline.delays.delay import Changed, Constant, Delay, Exponential, Pareto, Shifted
 from paceline.errors import UsageError, unknown_name
-from paceline.virtual.delays import Changed, Constant, Delay, Exponential, Pareto, Shifted
 
 
 class NoFormulaError(UsageError):

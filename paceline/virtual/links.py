@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
+from paceline.quantities import BANDWIDTHS, TIMES, print_quantity, read_quantities
 from paceline.spec import check_types
-from paceline.virtual.quantities import BANDWIDTHS, TIMES, print_quantity, read_quantities
 
 EXAMPLES = '"10us 1Gbit/s", "25MB/s", "instant"'
 

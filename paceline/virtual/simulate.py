@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from paceline.delays.delay import Changed, Delay, Factors, parse_delay
 from paceline.errors import UsageError, unknown_name
 from paceline.policies import AllReduce, Policy, ServerPolicy, Sync, parse_policy
-from paceline.virtual.cluster import Cluster, Work
-from paceline.virtual.delays import Changed, Delay, Factors, parse_delay
+from paceline.virtual.cluster import Cluster, Workload
 from paceline.virtual.links import (
     Link,
     exposed_seconds,
@@ -119,7 +119,7 @@ class Scenario:
                 "the most; choose larger ones, as in all-reduce(bucket_cap_mb=1000), or a smaller --size"
             )
 
-    def cluster(self, work: Work | None = None) -> Cluster:
+    def cluster(self, work: Workload | None = None) -> Cluster:
         """Make the virtual cluster; its clock stands at 0."""
         policy = self.check(has_loss=work is not None)
         compute, network = self.compute, self._network()

@@ -1,0 +1,67 @@
+"""Options that several commands share, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from paceline.errors import UsageError
+
+
+class PathType(click.Path):
+    """A path; not an option, where the path before it was forgotten."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value).startswith("-"):
+            self.fail(f"wanted a path, found {str(value)!r}; if that is its name, write ./{value}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def delay_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what ``run`` and ``train`` have in common about slow and killed workers."""
+    for option in (
+        click.option("--delay-unit", metavar="TIME", help="What 1 means in --delay, such as 40ms.  [default: 1s]"),
+        click.option("--delay", metavar="DELAY", help='Time to add to each step, such as "1+exp(0.5) slow(3, 5)".'),
+        click.option("--respawn", is_flag=True, help="Under a server, replace workers that are killed."),
+    ):
+        command = option(command)
+    return command
+
+
+def servers_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add how many servers share the parameters."""
+    text = "Under a server policy: processes that hold the parameters among them."
+    return click.option("--servers", type=int, default=1, show_default=True, help=text)(command)
+
+
+def needs_server(policy: str | None, asked_by: str | None) -> bool:
+    """Whether a policy has a parameter server; if not, an option or command that asks for one is a mistake."""
+    if policy is None:
+        return False
+    from paceline.policies import POLICIES, ServerPolicy, parse_policy
+
+    if isinstance(parse_policy(policy), ServerPolicy):
+        return True
+    if asked_by is not None:
+        known = ", ".join(name for name, kind in POLICIES.items() if issubclass(kind, ServerPolicy))
+        raise UsageError(f"{asked_by} wants a policy with a parameter server, found {policy}; such are {known}")
+    return False
+
+
+def read_delay(text: str | None, unit: str | None, workers: int | None) -> tuple[str, float] | None:
+    """Check a delay and its unit; of so many workers, if that is known."""
+    if text is None:
+        if unit is not None:
+            raise UsageError(f'--delay-unit goes with --delay, such as --delay "1+exp(0.5)" --delay-unit {unit}')
+        return None
+    from paceline.delays.delay import parse_delay
+    from paceline.delays.injected import InjectedDelays, parse_unit
+
+    delay = parse_delay(text)
+    if workers is not None:
+        delay.check_workers(workers)
+    seconds = parse_unit(unit or "1s")
+    InjectedDelays(text, seconds, seed=0, worker=0)  # refuses what only a virtual worker can do
+    return text, seconds

@@ -1,0 +1,133 @@
+"""The commands that start a user's script: ``run`` on workers of this host, ``serve`` as their server."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.commands.options import PathType, delay_options, needs_server, read_delay, servers_option
+from paceline.errors import UsageError
+
+_TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.command(context_settings=_TAKES_A_COMMAND)
+@click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
+@click.option("--policy", help="How the workers keep pace, whatever the script says.")
+@servers_option
+@delay_options
+@click.option("--join", "address", metavar="HOST:PORT", help="Be workers of the server there, started by serve.")
+@click.option(
+    "--token-file", type=PathType(path_type=Path), help="Where the token to join with lies.  [PACELINE_TOKEN]"
+)
+@click.option("--trusted-network", is_flag=True, help="With --join, as the server: send tensors unencrypted.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+def run(
+    workers: int,
+    policy: str | None,
+    servers: int,
+    respawn: bool,
+    delay: str | None,
+    delay_unit: str | None,
+    address: str | None,
+    token_file: Path | None,
+    trusted_network: bool,
+    command: tuple[str, ...],
+) -> int:
+    """Run a training SCRIPT (or -m MODULE) on several workers of this host.
+
+    If the policy has a parameter server it is started beside them, unless they --join one of another host.
+    """
+    _check_command("run --workers 2", command)
+    from paceline.launch.joining import find_token, read_address
+    from paceline.launch.service import ServerOptions
+    from paceline.launch.supervisor import supervise
+
+    if address is None and (token_file is not None or trusted_network):
+        raise UsageError(
+            "--token-file and --trusted-network go with --join HOST:PORT; a server of this run needs neither"
+        )
+    if address is not None and servers != 1:
+        raise UsageError("--servers is for who starts the servers; with --join HOST:PORT they run already")
+    asking = {"--respawn": respawn, "--join": address is not None, "--servers": servers > 1}
+    needed = needs_server(policy, next((option for option, asked in asking.items() if asked), None))
+    server = ServerOptions(
+        needed=needed and address is None,
+        respawn=respawn,
+        trusted=trusted_network,
+        join=None if address is None else read_address(address),
+        token=None if address is None else find_token(token_file),
+        delay=read_delay(delay, delay_unit, workers if address is None else None),
+        servers=servers,
+    )
+    return supervise(command, workers=workers, policy=policy, on_stop=_tell_of_interrupt, server=server)
+
+
+@click.command(context_settings=_TAKES_A_COMMAND)
+@click.option("--workers", type=int, required=True, help="How many are expected to join.")
+@servers_option
+@click.option("--bind", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Where to listen.")
+@click.option("--policy", help="How the workers keep pace, whatever the script says.")
+@click.option(
+    "--token-file",
+    type=PathType(path_type=Path),
+    help="Where the token to join with lies; made if it is not there.  [PACELINE_TOKEN, else paceline-token]",
+)
+@click.option("--trusted-network", is_flag=True, help="Let tensors go unencrypted.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+def serve(
+    workers: int,
+    servers: int,
+    bind: str,
+    policy: str | None,
+    token_file: Path | None,
+    trusted_network: bool,
+    command: tuple[str, ...],
+) -> int:
+    """Be the parameter server of a training SCRIPT (or -m MODULE), for workers of any host.
+
+    It prints its address and how to join it. Who has the token may join.
+    """
+    _check_command("serve --workers 2", command)
+    from paceline.launch.joining import find_or_make_token, reachable, read_bind
+    from paceline.launch.service import ServerOptions
+    from paceline.launch.supervisor import check_command, supervise
+
+    needs_server(policy, "serve")
+    check_command(command, workers)
+    where = read_bind(bind)
+    token, file = find_or_make_token(token_file)
+
+    def hear(rank: int, report: dict[str, Any]) -> None:
+        if report["event"] == "serving":
+            address = reachable(report["address"], socket.gethostname())
+            options = ["--join", address]
+            options += [] if file is None else ["--token-file", str(file)]
+            options += ["--trusted-network"] if trusted_network else []
+            options += [] if policy is None else ["--policy", policy]
+            # At once: the server's own output may come between any two writes.
+            sys.stdout.write(
+                f"serving at tcp://{address}\n"
+                f"the token is in {'PACELINE_TOKEN' if file is None else file}\n"
+                f"join with: {shlex.join(['paceline', 'run', *options, *command])}\n"
+            )
+            sys.stdout.flush()
+
+    server = ServerOptions(alone=True, bind=where, trusted=trusted_network, token=token, servers=servers)
+    return supervise(command, workers=workers, policy=policy, on_report=hear, on_stop=_tell_of_interrupt, server=server)
+
+
+def _tell_of_interrupt() -> None:
+    print("paceline: interrupted", file=sys.stderr)
+
+
+def _check_command(example: str, command: tuple[str, ...]) -> None:
+    if not command:
+        raise UsageError(
+            f"{example.split()[0]} wants a script or -m MODULE, as in: paceline {example} script.py ARGUMENTS"
+        )

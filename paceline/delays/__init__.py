@@ -1,0 +1,1 @@
+"""Compute times drawn from distributions: for the virtual cluster, and injected into real workers."""

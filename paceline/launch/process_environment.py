@@ -1,0 +1,74 @@
+"""The environments that a supervisor gives to its processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from paceline.launch.environment import POLICY, SERVICE, SUPERVISOR, TORCHRUN, ServerAssignment, server_variables
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessEnvironment:
+    """What the processes of one run find in their environments: ``base`` (or ours), torchrun's variables and our own.
+
+    What the user has set of the number of threads, Gloo's interface and Python's buffering stays.
+    """
+
+    workers: int  # on this host, or for a server all that it expects
+    port: int | None = None  # of the store of torch.distributed; None if the workers have none
+    assignment: ServerAssignment | None = None
+    policy: str | None = None
+    base: Mapping[str, str] | None = None
+
+    def worker(self, rank: int, *, incarnation: int = 0) -> dict[str, str]:
+        """The environment of a worker; one without a store joins another host's server, which will give it its rank."""
+        world: dict[str, object] = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.workers}
+        if self.port is not None:
+            world |= {
+                "RANK": rank,
+                "WORLD_SIZE": self.workers,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": self.port,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the supervisor's: rank 0 must not open one
+            }
+        return self._environment(world, self.assignment and self._assignment_of_worker(self.assignment, incarnation))
+
+    @staticmethod
+    def _assignment_of_worker(assignment: ServerAssignment, incarnation: int) -> ServerAssignment:
+        # In a replay parameters are sent, since what is read from shared memory depends on when.
+        memory = assignment.memory_fd if assignment.replay is None else None
+        return replace(assignment, incarnation=incarnation, memory_fd=memory, replay=None)
+
+    def server(self, *, bind: str | None = None, incarnation: int = 0, shard: int = 0) -> dict[str, str]:
+        """The environment of the server, or one of several: it is none of the workers, and has no rank."""
+        assert self.assignment is not None
+        assignment = replace(
+            self.assignment, role="server", bind=bind, delay=None, incarnation=incarnation, shard=shard
+        )
+        return self._environment({"WORLD_SIZE": self.workers}, assignment)
+
+    def _environment(self, world: Mapping[str, object], assignment: ServerAssignment | None) -> dict[str, str]:
+        outer = os.environ if self.base is None else self.base
+        inherited = {name: value for name, value in outer.items() if name not in (*TORCHRUN, *SERVICE)}
+        defaults = {
+            "OMP_NUM_THREADS": str(threads_per_worker(self.workers)),
+            "GLOO_SOCKET_IFNAME": _loopback_interface(),
+        }
+        fixed = {name: str(value) for name, value in world.items()}
+        asked = {} if self.policy is None else {POLICY: self.policy}
+        service = {} if assignment is None else server_variables(assignment)
+        return {**defaults, **inherited, **fixed, **asked, **service, SUPERVISOR: str(os.getpid())}
+
+
+def threads_per_worker(workers: int) -> int:
+    """An equal share of the cores that this process may use, at least one."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // workers)
+
+
+def _loopback_interface() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return "lo0" if "lo0" in names else "lo"

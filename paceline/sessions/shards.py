@@ -1,0 +1,53 @@
+"""Several servers: the first brings the others up, each of which holds a part of the model until the run ends."""
+
+from __future__ import annotations
+
+import signal
+from typing import NoReturn
+
+from paceline.interrupts import answered
+from paceline.launch.environment import ServerAssignment
+from paceline.server.shard_server import ShardServer
+from paceline.server.shards import Shards
+from paceline.train_state import TrainState
+from paceline.transport.listening import Listener
+
+
+def open_shards(
+    train_state: TrainState, assignment: ServerAssignment, *, workers: int, version: int, found: bool
+) -> Shards | None:
+    """Bring up the other servers of the run, if it has any; ``found``: with what the ones before have left behind."""
+    if not assignment.shard_fds:
+        return None
+    return Shards(
+        train_state,
+        memories=assignment.shard_fds,
+        addresses=[assignment.shard_address(shard) for shard in range(1, 1 + len(assignment.shard_fds))],
+        token=bytes.fromhex(assignment.token),
+        workers=workers,
+        version=version,
+        found=found,
+    )
+
+
+def serve_shard(train_state: TrainState, assignment: ServerAssignment) -> NoReturn:
+    """Be a server beside the first: hold a part until that ends; raises ``SystemExit`` then."""
+    caught: list[int] = []
+    listener = Listener(bytes.fromhex(assignment.token), trusted=assignment.trusted)
+    # Signals come to all processes of a run; the first server saves then, for which it needs the others.
+    with answered(lambda number, _: caught.append(number), signal.SIGINT, signal.SIGTERM):
+        try:
+            listener.bind(assignment.shard_address(assignment.shard))
+            bind = assignment.shard_bind(assignment.shard)
+            server = ShardServer(
+                train_state,
+                shard=assignment.shard,
+                servers=1 + len(assignment.shard_fds),
+                file=assignment.shard_fds[assignment.shard - 1],
+                listener=listener,
+                address=listener.bind(f"tcp://{bind}") if bind is not None else None,
+            )
+            server.serve(lambda: bool(caught))
+        finally:
+            listener.close()
+    raise SystemExit(128 + caught[0] if caught else 0)

@@ -1,0 +1,375 @@
+"""A worker's session under a server policy: steps are handed out by the server, and their gradients pushed to it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.data.feed import Fetched, Indexed, count_examples, resolve
+from paceline.data.numbered import NumberedBatches
+from paceline.data.sampler import Last, ShardedSampler
+from paceline.delays.injected import InjectedDelays
+from paceline.errors import UsageError
+from paceline.launch.environment import ServerAssignment, read_world
+from paceline.launch.reports import report
+from paceline.peers.exchange import Alone, averaged_dtype
+from paceline.policies import Policy
+from paceline.record.fingerprints import checksum_of
+from paceline.record.metrics import as_number
+from paceline.seeding import derive_seed, seed_streams
+from paceline.server.cancellation import Cancellation, StepCancelled
+from paceline.server.client import Client
+from paceline.sessions.nan_guard import OnNaN
+from paceline.sessions.session import Session, Step
+from paceline.sessions.timing import StepClock, Timing
+from paceline.train_state import TrainState
+from paceline.transport.listening import sealing_to
+from paceline.transport.messages import Finished, Go
+
+logger = logging.getLogger("paceline")
+
+_OWN_DATA = -1  # in place of a number of epochs: the server hands out no batches
+
+
+class _RankAtServer(Alone):
+    """Where this worker is among the others, whom it meets through the server alone."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+
+class WorkerSession(Session):
+    """One worker's part in a run with a server; made by ``join()``.
+
+    ``steps`` is the version of the parameters: the number of commits that they have seen. A step may be cancelled,
+    which ends its block early and leaves no trace; ``step.cancelled`` tells.
+    """
+
+    in_step = False
+
+    def __init__(
+        self,
+        train_state: TrainState,
+        *,
+        model: nn.Module,
+        policy: Policy,
+        client: Client,
+        injected_delays: InjectedDelays | None,
+        on_nan: OnNaN,
+    ) -> None:
+        welcome = client.welcome
+        super().__init__(
+            train_state,
+            policy=policy,
+            exchange=_RankAtServer(client.rank, welcome.world_size),
+            clock=StepClock(model),
+            seed=welcome.seed,
+            run=None,
+            save_every=None,
+            log_every=1,
+            on_nan=on_nan,
+        )
+        self._client, self._injected_delays = client, injected_delays
+        self._cancellation = Cancellation(model, client.cancelled)
+        self._data.epoch = welcome.epoch
+        self._epochs = _OWN_DATA  # what steps are asked for
+        self._go: Go | None = None  # the step handed out and not done
+        self._asked = _OWN_DATA  # what a step was asked for last
+        self._answer_comes = False  # a step was asked for, or something pushed
+        self._waited = 0.0
+        self._repeat = False  # the last step was cancelled: its batch, if it is our own, comes again
+        self._means = 0  # in this epoch
+        self._data_checksum: int | None = None
+        self._failed = False
+        self.steps = welcome.version
+
+    # The loop ---------------------------------------------------------------------------------------------
+
+    def batches(
+        self,
+        source: Any,
+        batch_size: int | None = None,
+        *,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        last: Last = "short",
+        **loader_options: Any,
+    ) -> Iterator[Any]:
+        """Give this worker's batches: of a data set those that the server hands out, every one exactly once an epoch.
+
+        Batches of cancelled steps and of workers that have died are handed out again. The last batches of the last
+        epoch asked for are waited for; then the model has the newest parameters. A loader or iterable that is no plain
+        data set is gone through by each worker for itself, and a batch whose step was cancelled comes again.
+        """
+        found = resolve(
+            source,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            last=last,
+            loader_options=loader_options,
+            open_loaders=True,
+        )
+        end = self.epoch + 1 if epochs is None else epochs
+        if not isinstance(found, Indexed):
+            return self._own_batches(found, end)
+        if found.options.get("num_workers", 0) > 0:
+            logger.warning("num_workers has no effect: which batch comes next, the server says (%s)", self.policy)
+        sampler = ShardedSampler(
+            len(found.dataset), found.batch_size, seed=self.seed, shuffle=found.shuffle, last=found.last
+        )
+        batches = NumberedBatches(found.dataset, sampler, found.options.get("collate_fn"))
+        checksum = self._checksum(batches) if self.rank == 0 else 0  # one is enough
+        self._client.describe(sampler.num_samples, sampler.batch_size, sampler.last, sampler.shuffle, checksum)
+        return self._handed_out(batches, end)
+
+    def _checksum(self, batches: NumberedBatches) -> int:
+        """A checksum of the first batch, made once, by which a replay sees that it has the same data."""
+        if self._data_checksum is None:
+            self._data_checksum = checksum_of(batches.fetch(0, 0))
+        return self._data_checksum
+
+    def _handed_out(self, batches: NumberedBatches, end: int) -> Iterator[Any]:
+        self._epochs = end
+        try:
+            while (batch := self._next_batch()) is not None:
+                epoch, number = batch
+                self._data.epoch = epoch
+                data, examples = batches.fetch(epoch, number)
+                self._data.batch = Fetched(data, examples, None, 0)
+                yield data
+        finally:
+            self._epochs = _OWN_DATA
+            if self._data.batch is not None:  # broken off between a batch and its step: the server gets it back
+                self._data.batch, self._go = None, None
+        self._begin_epoch(end)
+
+    def _next_batch(self) -> tuple[int, int] | None:
+        """The batch for the next block, or None if there are no more."""
+        if self._accumulating and self._go is not None:
+            more = self._client.more()
+            if more is not None and more.batch >= 0:
+                return more.epoch, more.batch
+            self._give_up()  # cancelled; or without the rest of its batches the update cannot be made as it was meant
+            self._answer_comes = more is None
+        elif self._go is not None:  # no step was made of it
+            self._client.skip()
+            self._go, self._answer_comes = None, True
+        if not self._have_step():
+            return None
+        assert self._go is not None
+        return self._go.epoch, self._go.batch
+
+    def _own_batches(self, source: Iterable[Any], end: int) -> Iterator[Any]:
+        while self.epoch < end:
+            set_epoch = getattr(getattr(source, "sampler", None), "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self.epoch)
+            of_step: list[Any] = []  # batches of a step that is not done
+            for fetched in source:
+                waiting = [fetched]
+                while waiting:
+                    data = waiting.pop(0)
+                    of_step.append(data)
+                    self._repeat = False
+                    self._data.batch = Fetched(data, count_examples(data), None, 0)
+                    yield data
+                    if self._repeat:
+                        waiting, of_step = of_step + waiting, []
+                    elif not self._accumulating:
+                        of_step = []
+            self._begin_epoch(self.epoch + 1)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._data.epoch, self._data.batch = epoch, None
+        self._means = 0
+
+    def minimize(self, closure: Callable[[], Tensor], *, examples: int | None = None) -> Tensor:
+        raise UsageError(
+            f"minimize(closure) evaluates a loss several times an update, and under {self.policy} the server "
+            "updates, which has only gradients; use session.step() with another optimizer"
+        )
+
+    def refresh(self) -> None:
+        if self._current is not None:
+            raise UsageError(f"step {self.steps}: refresh() was called inside a step; call it after the block")
+        if self._accumulating or (self._data.batch is not None and self._epochs != _OWN_DATA):
+            raise UsageError(
+                f"step {self.steps}: refresh() was called between a batch and its step, or between accumulating ones; "
+                "call it after the step that updates the parameters"
+            )
+        self._go, self._answer_comes = None, False  # a step that comes is given up
+        self._client.ask(0)
+        self.steps = self._client.next_step(0).version
+
+    def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
+        """Average a number or tensor over the workers; all must call it, equally often in an epoch."""
+        tensor = torch.as_tensor(value).detach()
+        self._means += 1
+        weight = 1.0 if examples is None else float(examples)
+        values = tuple(tensor.reshape(-1).double().tolist())
+        averaged = self._client.mean(self.epoch, f"{self.epoch}/{self._means}", weight, values)
+        return (
+            torch.tensor(averaged, dtype=torch.float64).reshape(tensor.shape).to(tensor.device, averaged_dtype(tensor))
+        )
+
+    def save(self, path: str | Path | None = None) -> Path | None:
+        """Have the server write a checkpoint: into the run's directory, or to ``path`` on its host; worker 0 asks."""
+        if self._current is not None:
+            raise UsageError(f"step {self.steps}: save() was called inside a step; call it after the block")
+        return Path(self._client.save(str(path or ""))) if self.rank == 0 else None
+
+    def _write(self, event: str, /, **values: Any) -> None:
+        self._client.record(event, {name: as_number(value) for name, value in values.items()})
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._cancellation.close()
+        if self._clock is not None:
+            self._clock.close()
+        self._client.leave(failed=self._failed)
+        report("left", step=self.steps)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._failed = kind is not None
+        super().__exit__(kind, error, trace)
+
+    # One step ---------------------------------------------------------------------------------------------
+
+    def _have_step(self) -> bool:
+        """Wait until there is a step to make; False if the server has no more batches."""
+        if not self._answer_comes or self._asked != self._epochs:
+            self._client.ask(self._epochs)
+            self._asked = self._epochs
+        began = time.perf_counter()
+        answer = self._client.next_step(self._epochs)
+        self._waited = time.perf_counter() - began
+        self._answer_comes = False
+        self.steps = answer.version
+        if isinstance(answer, Finished):
+            return False
+        self._go = answer
+        return True
+
+    def _begin(self, step: Step) -> None:
+        if self._current is not None:
+            raise UsageError(f"step {self.steps}: a step was opened inside another; leave the first block before")
+        if self._go is None or self._asked != self._epochs:
+            self._have_step()
+        assert self._go is not None, "the server has steps without end for those who have data of their own"
+        fresh = not self._accumulating
+        if fresh:
+            self._blocks = 0
+            self._train_state.clear_gradients()
+            self._examples, self._bad_loss = 0, None
+            self._nan_guard.remember_buffers(self._train_state.model, always=True)
+        seed_streams(derive_seed(self.seed, self.rank, "step", self._go.step, self._blocks))
+        self._blocks += 1
+        self._count_examples(step)
+        self._current = step
+        if self._clock is not None:
+            self._clock.start(fresh=fresh)
+        self._cancellation.arm(self._pause if fresh and self._injected_delays is not None else None)
+
+    def _pause(self) -> None:
+        assert self._injected_delays is not None and self._go is not None
+        self._client.pause(self._injected_delays.of_step(self._go.step))
+
+    def _end(self, step: Step, error: BaseException | None) -> bool:
+        self._current = None
+        self._cancellation.disarm()
+        self._data.batch = None
+        if error is not None and not isinstance(error, StepCancelled):
+            self._accumulating = False
+            return False
+        if error is not None or self._client.cancelled():
+            step.cancelled = True
+            self._give_up()
+            return True
+        self._accumulating = step.accumulate
+        assert self._clock is not None
+        self._clock.computed(None)
+        if step.accumulate:
+            loss = self._loss_of(step)
+            self._bad_loss = loss if loss is not None and not math.isfinite(loss) else None
+        else:
+            self._finish(step)
+        return False
+
+    def _give_up(self) -> None:
+        """Leave no trace of the step under way: it was cancelled."""
+        self._accumulating = False
+        self._train_state.clear_gradients()
+        self._nan_guard.restore_buffers(self._train_state.model)
+        self._go, self._answer_comes, self._repeat = None, True, True
+
+    def _finish(self, step: Step) -> None:
+        loss = self._loss_of(step)
+        step.skipped = self._nan_guard.skips(loss, loss)
+        self._go, self._answer_comes = None, True
+        if step.skipped:
+            self._nan_guard.restore_buffers(self._train_state.model)
+            self._client.skip()
+            return
+        with self._unscaled():
+            assert self._clock is not None
+            timing = self._clock.updated(None, self.rank)
+            seconds = timing.forward + timing.backward
+            self._client.push(examples=self._examples, loss=loss, seconds=seconds)
+        self.timing = Timing(
+            forward=timing.forward,
+            backward=timing.backward,
+            communication=self._clock.updated(None, self.rank).optimizer,
+            waited=self._waited,
+        )
+
+    @contextlib.contextmanager
+    def _unscaled(self) -> Iterator[None]:
+        """Take a GradScaler's scale off the gradients; the server knows of none."""
+        scaler = self._train_state.scaler
+        if scaler is not None:
+            for optimizer in self._train_state.optimizers:
+                scaler.unscale_(optimizer)
+        yield
+        if scaler is not None:
+            scaler.update()
+
+
+def join_as_worker(
+    train_state: TrainState, model: nn.Module, assignment: ServerAssignment, *, policy: Policy, on_nan: OnNaN
+) -> WorkerSession:
+    """Join the run of the server that ``assignment`` tells of."""
+    world = read_world()
+    client = Client(
+        train_state.model,
+        address=assignment.address,
+        token=bytes.fromhex(assignment.token),
+        sealing=sealing_to(assignment.address, trusted=assignment.trusted),
+        rank=world.rank if world is not None else -1,
+        incarnation=assignment.incarnation,
+        memory=assignment.memory_fd,
+        shard_memories=assignment.shard_fds,
+    )
+    try:
+        injected_delays = None
+        if assignment.delay is not None:
+            text, unit = assignment.delay
+            injected_delays = InjectedDelays(text, unit, seed=client.welcome.seed, worker=client.rank)
+        return WorkerSession(
+            train_state, model=model, policy=policy, client=client, injected_delays=injected_delays, on_nan=on_nan
+        )
+    except BaseException:
+        client.leave(failed=True)
+        raise

@@ -1,0 +1,86 @@
+"""A worker's tensors as they travel between hosts: large ones from and to where they lie, small ones through memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from paceline.store.copying import lies_plainly
+from paceline.store.layout import Layout, ModelLayouts, memory_of
+from paceline.transport.pieces import Pieces
+
+_LEAST = 1 << 16  # bytes: shorter ones are copied faster than they are sent or received one by one
+
+
+class Gradients:
+    """What a worker pushes: the gradients of its model, and its buffers."""
+
+    def __init__(self, layouts: ModelLayouts) -> None:
+        self._layouts = layouts
+        self._memory = torch.zeros(layouts.up.nbytes, dtype=torch.uint8)
+        self._views = layouts.up.views(self._memory)
+
+    def pieces(self) -> tuple[Pieces, bytes]:
+        """What to send before it changes, and the bits of the parameters that have a gradient."""
+        trained, used = self._layouts.trained, 0
+        tensors: list[Tensor | None] = [parameter.grad for parameter in trained]
+        for index, gradient in enumerate(tensors):
+            used |= (gradient is not None) << index
+        tensors += self._layouts.buffers
+        lying: dict[int, Tensor] = {}
+        for index, (tensor, view) in enumerate(zip(tensors, self._views, strict=True)):
+            if tensor is None:
+                view.zero_()
+            elif _lies_well(tensor, view):
+                lying[index] = tensor
+            else:
+                view.copy_(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach())
+        return _joined(self._layouts.up, self._memory, lying), used.to_bytes(-(-len(trained) // 8), "little")
+
+
+class Parameters:
+    """Where a worker receives parameters and buffers: ``aside``, or in its model if it waits for them."""
+
+    def __init__(self, layouts: ModelLayouts) -> None:
+        self._layouts = layouts
+        self._memory = torch.zeros(layouts.down.nbytes, dtype=torch.uint8)
+        self._views = layouts.down.views(self._memory)
+        self.aside = Pieces(memory_of(self._memory))
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [*self._layouts.parameters, *self._layouts.buffers]
+
+    def in_model(self) -> Pieces:
+        """The model's own memory where that can be, else what lies aside."""
+        return _joined(self._layouts.down, self._memory, self._lying())
+
+    def take(self, came: Pieces) -> None:
+        """Let the model have what came."""
+        lying = {} if came is self.aside else self._lying()
+        with torch.no_grad():
+            for index, (tensor, view) in enumerate(zip(self._tensors, self._views, strict=True)):
+                if index in lying:
+                    increment_version(tensor)  # as any change in place does
+                else:
+                    tensor.copy_(view)
+
+    def _lying(self) -> dict[int, Tensor]:
+        pairs = zip(self._tensors, self._views, strict=True)
+        return {index: tensor for index, (tensor, view) in enumerate(pairs) if _lies_well(tensor, view)}
+
+
+def _lies_well(tensor: Tensor, view: Tensor) -> bool:
+    """Whether the tensor's bytes are those that travel, and many."""
+    return lies_plainly(tensor, like=view) and tensor.nbytes >= _LEAST
+
+
+def _joined(layout: Layout, memory: Tensor, lying: dict[int, Tensor]) -> Pieces:
+    """Memory with a layout, in which some tensors stand for their own places."""
+    stretches, done, whole = [], 0, memory_of(memory)
+    for index in sorted(lying, key=lambda index: layout.offsets[index]):
+        start = layout.offsets[index]
+        stretches += [whole[done:start], memory_of(lying[index].detach().view(-1).view(torch.uint8))]
+        done = start + lying[index].nbytes
+    return Pieces(*stretches, whole[done:])

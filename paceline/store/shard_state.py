@@ -1,0 +1,124 @@
+"""What a server that holds a part of the parameters needs of the others' state: optimizers, schedulers, norms."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.record.state_tree import pack, unpack
+from paceline.store.layout import ModelLayouts
+from paceline.train_state import TrainState, parameters_of
+
+_PLACE = 1 << 42  # in the memory that servers share: the file is sparse, and all that lasts comes long before it
+_NO_GRADIENT = -1.0
+
+
+def write_state(file: int, train_state: TrainState, layouts: ModelLayouts) -> int:
+    """Put the state that ``train_state`` has for a server's part into the memory of that server; give its length.
+
+    The parameters lie there anyway.
+    """
+    state = {
+        "optimizers": [
+            [[number, dict(optimizer.state[each])] for number, each in _numbered(optimizer, layouts)]
+            for optimizer in train_state.optimizers
+        ],
+        "groups": [[{**group, "params": None} for group in each.param_groups] for each in train_state.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in train_state.schedulers],
+    }
+    tree, tensors = pack(state)
+    stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    text = json.dumps(tree).encode()
+    stored["state"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    blob = save(stored)
+    os.posix_fallocate(file, _PLACE, len(blob))
+    with mmap.mmap(file, len(blob), offset=_PLACE) as memory:
+        memory[:] = blob
+    return len(blob)
+
+
+def _read_state(file: int, length: int) -> dict[str, Any]:
+    with mmap.mmap(file, length, offset=_PLACE, access=mmap.ACCESS_READ) as memory:
+        tensors = {name: tensor.clone() for name, tensor in load(memory[:]).items()}  # aligned as torch does it
+    os.ftruncate(file, _PLACE)  # it is not needed any more
+    text = tensors.pop("state").numpy().tobytes()
+    state: dict[str, Any] = unpack(json.loads(text), tensors)
+    return state
+
+
+def load_state(file: int, length: int, train_state: TrainState) -> None:
+    """Take the state that the first server has put into the memory, as a resumed run takes a checkpoint's."""
+    found = _read_state(file, length)
+    for optimizer, groups, states in zip(train_state.optimizers, found["groups"], found["optimizers"], strict=True):
+        own = optimizer.state_dict()
+        merged = [{**new, "params": old["params"]} for new, old in zip(groups, own["param_groups"], strict=True)]
+        optimizer.load_state_dict({"state": dict(states), "param_groups": merged})
+    for scheduler, state in zip(train_state.schedulers, found["schedulers"], strict=True):
+        scheduler.load_state_dict(state)
+
+
+def collect_state(file: int, length: int, train_state: TrainState) -> None:
+    """Put what another server's optimizers remember beside what the first one's do, for a checkpoint."""
+    found = _read_state(file, length)
+    for optimizer, states in zip(train_state.optimizers, found["optimizers"], strict=True):
+        parameters = parameters_of(optimizer)
+        for number, state in states:
+            optimizer.state[parameters[number]] = state
+        ordered = {each: optimizer.state[each] for each in parameters if each in optimizer.state}
+        optimizer.state.clear()
+        optimizer.state.update(ordered)
+
+
+def drop_state(train_state: TrainState, layouts: ModelLayouts) -> None:
+    """Let a server's optimizers remember nothing of the parameters that are not in its part."""
+    ours = {id(parameter) for parameter in layouts.parameters}
+    for optimizer in train_state.optimizers:
+        for parameter in parameters_of(optimizer):
+            if id(parameter) not in ours:
+                optimizer.state.pop(parameter, None)
+
+
+def _numbered(optimizer: Optimizer, layouts: ModelLayouts) -> Iterator[tuple[int, Tensor]]:
+    """The parameters of a part that an optimizer remembers something of, with their numbers."""
+    ours = {id(parameter) for parameter in layouts.parameters}
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        if id(parameter) in ours and parameter in optimizer.state:
+            yield number, parameter
+
+
+# Clipping, which needs the norm over all servers ---------------------------------------------------------------------
+
+
+def norms_of(layouts: ModelLayouts) -> bytes:
+    """The norm of each gradient of a part."""
+    norms = [
+        _NO_GRADIENT if each.grad is None else float(torch.linalg.vector_norm(each.grad)) for each in layouts.trained
+    ]
+    return struct.pack(f"<{len(norms)}d", *norms)
+
+
+def total_norm(norms: Sequence[bytes], layouts: Sequence[ModelLayouts]) -> float:
+    """The norm over all parts, added up in the order and precision in which torch adds them."""
+    found = [
+        torch.tensor(norm, dtype=parameter.dtype)
+        for each, part in zip(norms, layouts, strict=True)
+        for (norm,), parameter in zip(struct.iter_unpack("<d", each), part.trained, strict=True)
+        if norm != _NO_GRADIENT
+    ]
+    return float(nn.utils.get_total_norm(found))
+
+
+def clip(layouts: ModelLayouts, longest: float, norm: float) -> None:
+    """Clip the gradients of a part, where all of them together have this norm."""
+    clipped = [parameter for parameter in layouts.trained if parameter.grad is not None]
+    if clipped:
+        nn.utils.clip_grads_with_norm_(clipped, longest, torch.tensor(norm, dtype=clipped[0].dtype))

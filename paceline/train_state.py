@@ -1,0 +1,173 @@
+"""What is trained and how it is updated: the model, its optimizers, schedulers and scaler as one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.errors import UsageError
+
+
+class Stateful(Protocol):
+    """Anything with the usual pair of methods, to be saved and resumed with the session."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """A model and all that changes with it when a step is made."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[LRScheduler] = ()
+    scaler: torch.amp.GradScaler | None = None
+    clip_norm: float | None = None
+    stateful: Mapping[str, Stateful] = field(default_factory=dict)
+
+    def clear_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+                optimizer.zero_grad()
+                continue
+            for parameter in parameters_of(optimizer):  # the same, and no preparing for a profiler
+                parameter.grad = None
+
+    def update(self, closure: Callable[[], Tensor] | None = None) -> None:
+        """Make one step from the gradients that lie in the parameters, as a hand-written loop would.
+
+        An optimizer that evaluates the loss itself, such as LBFGS, gets them through ``closure`` instead.
+        """
+        if closure is not None:
+            self._update_by(closure)
+            return
+        if self.clip_norm is not None:
+            self._clip(self.clip_norm)
+        for optimizer in self.optimizers:
+            if self.scaler is not None:
+                self.scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizer_names": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "stateful": {name: thing.state_dict() for name, thing in self.stateful.items()},
+        }
+
+    def mismatch(self, state: Mapping[str, Any]) -> str | None:
+        """Say why ``state`` cannot be loaded here, or ``None`` if it can; nothing is changed."""
+        return (
+            _tensor_mismatch(self.model.state_dict(), state["model"])
+            or _count_mismatch("optimizers", len(self.optimizers), len(state["optimizers"]))
+            or self._optimizer_mismatch(state["optimizer_names"])
+            or self._group_mismatch(state["optimizers"])
+            or _count_mismatch("schedulers (scheduler= of join())", len(self.schedulers), len(state["schedulers"]))
+            or _presence_mismatch("a GradScaler", self.scaler is not None, state["scaler"] is not None)
+            or _names_mismatch("stateful objects", self.stateful, state["stateful"])
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put everything back as it was; call ``mismatch`` first."""
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        for name, thing in self.stateful.items():
+            thing.load_state_dict(state["stateful"][name])
+
+    def has_unsaved_scheduler(self) -> bool:
+        """Whether an optimizer has a scheduler that is not among what is saved, as far as can be told."""
+        saved = [getattr(thing, "optimizer", None) for thing in (*self.schedulers, *self.stateful.values())]
+        return any(
+            # torch's mark on an optimizer that was given to a scheduler
+            hasattr(optimizer.step, "_wrapped_by_lr_sched") and not any(optimizer is known for known in saved)
+            for optimizer in self.optimizers
+        )
+
+    def _update_by(self, closure: Callable[[], Tensor]) -> None:
+        if self.scaler is not None or self.clip_norm is not None or len(self.optimizers) != 1:
+            raise UsageError(
+                "minimize(closure) takes one optimizer, no GradScaler, no clip_norm; clip inside the closure"
+            )
+        self.optimizers[0].step(closure)  # type: ignore[arg-type]  # torch says float, and passes tensors on
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def _clip(self, norm: float) -> None:
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+
+    def _optimizer_mismatch(self, saved: Sequence[str]) -> str | None:
+        for index, (optimizer, name) in enumerate(zip(self.optimizers, saved, strict=True)):
+            if type(optimizer).__name__ != name:
+                return f"optimizer {index} is {type(optimizer).__name__} here and {name} there"
+        return None
+
+    def _group_mismatch(self, saved: Sequence[Mapping[str, Any]]) -> str | None:
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, saved, strict=True)):
+            here = [len(group["params"]) for group in optimizer.param_groups]
+            there = [len(group["params"]) for group in state["param_groups"]]
+            if here != there:
+                return f"optimizer {index} has groups of {here} parameters here and of {there} there"
+        return None
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All that an optimizer updates, in the order in which its state is numbered."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _tensor_mismatch(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
+    names = _names_mismatch("the model's tensors", here, there)
+    if names is not None:
+        return names
+    for name, value in here.items():
+        other = there[name]
+        if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+            continue
+        if value.shape != other.shape:
+            return f"{name} has the shape {tuple(value.shape)} here and {tuple(other.shape)} there"
+        if value.dtype != other.dtype:
+            return f"{name} is {value.dtype} here and {other.dtype} there"
+    return None
+
+
+def _names_mismatch(what: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
+    missing, extra = sorted(set(here) - set(there)), sorted(set(there) - set(here))
+    if not missing and not extra:
+        return None
+    parts = [f"only here: {', '.join(missing[:3])}"] if missing else []
+    parts += [f"only there: {', '.join(extra[:3])}"] if extra else []
+    return f"{what} have other names ({'; '.join(parts)})"
+
+
+def _count_mismatch(what: str, here: int, there: int) -> str | None:
+    return None if here == there else f"there are {here} {what} here and {there} there"
+
+
+def _presence_mismatch(what: str, here: bool, there: bool) -> str | None:
+    if here == there:
+        return None
+    return f"{what} is used here and was not there" if here else f"{what} was used there and is not here"

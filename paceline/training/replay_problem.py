@@ -1,0 +1,179 @@
+"""Replay a run of ``paceline train`` in one process: no workers, no sockets, no policy, and the same bits.
+
+A gradient depends on nothing but the parameters of the version that it was computed from, its batch, and the seed of
+its step. While the parameters are at a version, all pushes that were computed from it are computed, and kept until the
+commit that they were part of.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.data.numbered import NumberedBatches
+from paceline.data.sampler import ShardedSampler
+from paceline.errors import PacelineError, UsageError
+from paceline.optim import make_optimizer
+from paceline.policies import parse_policy
+from paceline.policies.server import ServerPolicy
+from paceline.problems import Problem
+from paceline.record.fingerprints import checksum_of, hash_of, state_tensors
+from paceline.record.trace import Pushed
+from paceline.replay.outcome import Differs, Replayed, ReplayedPush, Tell, same_bits
+from paceline.replay.plan import Plan, RecordedCommit
+from paceline.store.gathering import MeanOfPushes, adopt, publish
+from paceline.store.layout import Arena, ModelLayouts
+from paceline.train_state import TrainState
+from paceline.training.replay_worker import ComputedPush, ReplayWorker
+from paceline.training.train import TrainConfig, build_scheduler, make_model, served_pace, training_sampler
+
+
+class ReplayError(PacelineError):
+    """A run cannot be replayed here: something that its numbers depend on is not what it was."""
+
+
+class ProblemReplay:
+    """The server's side of a replay; ``train_state`` and ``version`` are as the last commit left them."""
+
+    def __init__(self, config: TrainConfig, problem: Problem, plan: Plan, *, seed: int, workers: int) -> None:
+        if plan.first:
+            raise ReplayError(
+                f"the trace begins at version {plan.first}, from a checkpoint that was made without one; only a run "
+                "that is recorded from its first step can be replayed"
+            )
+        self.problem = problem
+        self.version: int = plan.first
+        self._committed: list[ComputedPush] = []
+        self._plan = plan
+        self.train_state = _make_train_state(config, problem, workers)
+        self._layouts = ModelLayouts(self.train_state.model)
+        memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
+        adopt(self._layouts, memory)
+        self._memory, self._parameters = memory, self._layouts.down.views(memory)
+        self._gathered = MeanOfPushes(self._layouts)
+        sampler = training_sampler(config, problem, 1)
+        batches = NumberedBatches(problem.train, ShardedSampler(sampler.num_samples, sampler.batch_size, seed=seed))
+        _check_data(plan, batches)
+        self._worker = ReplayWorker(config, problem, batches)
+        self._computed_from = plan.computed_from()
+        self._waiting: dict[Pushed, ComputedPush] = {}  # for their commits
+        self._rooms: list[Arena] = []  # to be used again
+        self._pushes: int = 0
+        self._hashes: int = 0
+
+    def run(self, until: int | None = None, tell: Tell = lambda done, total: None) -> Replayed:
+        """Make the commits up to version ``until``, or all, unless bits differ before."""
+        plan = self._plan
+        last = plan.last if until is None else until
+        if not plan.first <= last <= plan.last:
+            raise UsageError(f"the run has the versions {plan.first} to {plan.last}, and no version {last}")
+        difference = None
+        try:
+            self._compare_hashes()
+            for commit in plan.commits[: last - plan.first]:
+                self._compute_pushes()
+                self._commit(commit)
+                self._compare_hashes()
+                tell(self.version - plan.first, last - plan.first)
+        except Differs as differs:
+            difference = str(differs)
+        return Replayed(
+            version=self.version,
+            commits=self.version - plan.first,
+            pushes=self._pushes,
+            hashes=self._hashes,
+            digest=self._digest().hex(),
+            difference=difference,
+            whole=plan.ended is not None,
+        )
+
+    def last_pushes(self) -> list[ReplayedPush]:
+        """What the last commit was made of."""
+        return [
+            ReplayedPush(told.rank, told.step, told.version, push.loss, self._gradients(push))
+            for push in self._committed
+            for told in (push.recorded.told,)
+        ]
+
+    def _gradients(self, push: ComputedPush) -> dict[str, Tensor]:
+        used = int.from_bytes(push.filled.used, "little")
+        named = zip(self._layouts.trained_names, push.gradients.views, strict=False)
+        return {name: view.clone() for index, (name, view) in enumerate(named) if used >> index & 1}
+
+    def _compute_pushes(self) -> None:
+        """Compute and compare all pushes from the parameters as they are."""
+        for recorded in self._computed_from.pop(self.version, ()):
+            room = self._rooms.pop() if self._rooms else self._new_room()
+            push = self._worker.compute(recorded, self._parameters, room)
+            self._compare(push)
+            self._waiting[recorded.told] = push
+            self._pushes += 1
+
+    def _new_room(self) -> Arena:
+        return Arena(self._layouts.up, torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8))
+
+    def _compare(self, push: ComputedPush) -> None:
+        told = push.recorded.told
+        checksum = push.filled.checksum
+        if not same_bits(push.loss, told.loss) or checksum != told.checksum:
+            raise Differs(
+                f"{push.recorded}: loss {push.loss!r} and gradients with the checksum {checksum:016x}, where the run "
+                f"had {told.loss!r} and {told.checksum:016x}"
+            )
+
+    def _commit(self, commit: RecordedCommit) -> None:
+        self._rooms += [push.gradients for push in self._committed]
+        self._committed = [self._waiting.pop(push.told) for push in commit.pushes]
+        with torch.no_grad():
+            for push in self._committed:
+                self._gathered.add(push.gradients, push.recorded.told.examples, push.filled.used)
+            self._gathered.put()
+        self.train_state.update()
+        publish(self._layouts, self._memory)
+        self.train_state.clear_gradients()
+        self.version = commit.version
+
+    def _compare_hashes(self) -> None:
+        for digest in self._plan.hashes.get(self.version, ()):
+            if self._digest() != digest:
+                raise Differs(
+                    f"version {self.version}: the parameters and buffers have the hash {self._digest().hex()}, where "
+                    f"the run had {digest.hex()}; all pushes before are equal"
+                )
+            self._hashes += 1
+
+    def _digest(self) -> bytes:
+        return hash_of(state_tensors(self.train_state.model))
+
+
+def _make_train_state(config: TrainConfig, problem: Problem, workers: int) -> TrainState:
+    policy = parse_policy(config.policy)
+    assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
+    model = make_model(config, problem)
+    optimizer = make_optimizer(config.optimizer or problem.recipe.optimizer, model.parameters())
+    scheduler = build_scheduler(config, problem, optimizer, served_pace(config, problem, policy, workers))
+    return TrainState(
+        model=model,
+        optimizers=[optimizer],
+        schedulers=[] if scheduler is None else [scheduler],
+        clip_norm=config.clip_norm,
+    )
+
+
+def _check_data(plan: Plan, batches: NumberedBatches) -> None:
+    """Raise if the data is not what the run had, as far as a few numbers and its first batch tell."""
+    sampler = batches.sampler
+    checksum: int | None = None
+    for told in plan.data:
+        if (told.num_samples, told.batch_size) != (sampler.num_samples, sampler.batch_size):
+            raise ReplayError(
+                f"the data is not that of the run: it had {told.num_samples} samples in batches of {told.batch_size}, "
+                f"and there are {sampler.num_samples} in batches of {sampler.batch_size} here"
+            )
+        if told.checksum and checksum is None:
+            checksum = checksum_of(batches.fetch(0, 0))
+        if told.checksum not in (0, checksum):
+            raise ReplayError(
+                f"the data is not that of the run: its first batch had the checksum {told.checksum:08x}, and has "
+                f"{checksum:08x} here; put the files back that it was made with, and the same order of samples"
+            )

@@ -1,0 +1,63 @@
+"""The worker of a replay: the gradients of any push again, by what a real worker does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.data.numbered import NumberedBatches
+from paceline.problems import Problem
+from paceline.replay.plan import RecordedPush
+from paceline.seeding import derive_seed, seed_streams
+from paceline.store.gathering import Filled, fill_push, read_parameters
+from paceline.store.layout import Arena, ModelLayouts
+from paceline.training.train import TrainConfig, loss_of, make_model
+
+
+@dataclass(frozen=True)
+class ComputedPush:
+    """A push as a worker sends it."""
+
+    recorded: RecordedPush
+    loss: float
+    gradients: Arena
+    filled: Filled
+
+
+class ReplayWorker:
+    """All workers of a run, one after the other, on one model."""
+
+    def __init__(self, config: TrainConfig, problem: Problem, batches: NumberedBatches) -> None:
+        self._config, self._problem, self._batches = config, problem, batches
+        self._model = make_model(config, problem)
+        self._layouts = ModelLayouts(self._model)
+        self._device = next(self._model.parameters()).device
+        self._buffers: dict[int, list[Tensor]] = {}  # by rank, as its last step left them
+
+    def compute(self, push: RecordedPush, parameters: list[Tensor], room: Arena) -> ComputedPush:
+        """Compute a push from the server's ``parameters`` and buffers into ``room``."""
+        read_parameters(self._layouts, parameters)
+        rank = push.told.rank
+        if not push.fresh:
+            self._put_back_buffers(rank)
+        self._model.zero_grad()
+        loss = 0.0
+        for block, batch in enumerate(push.batches):
+            data, _ = self._batches.fetch(*batch)
+            seed_streams(derive_seed(self._batches.sampler.seed, rank, "step", push.told.step, block))
+            loss = self._add_gradients(data)
+        self._buffers[rank] = [buffer.detach().clone() for buffer in self._layouts.buffers]
+        return ComputedPush(push, loss, room, fill_push(self._layouts, room))
+
+    def _add_gradients(self, data: list[Tensor]) -> float:
+        inputs, targets = (tensor.to(self._device) for tensor in data)
+        loss = loss_of(self._config, self._problem, self._model, inputs, targets)
+        torch.autograd.backward(loss)
+        return float(loss.detach())
+
+    def _put_back_buffers(self, rank: int) -> None:
+        with torch.no_grad():
+            for buffer, kept in zip(self._layouts.buffers, self._buffers[rank], strict=True):
+                buffer.copy_(kept)

@@ -1,0 +1,1 @@
+"""Messages between workers and server: sockets, connections, encryption, wire format."""
