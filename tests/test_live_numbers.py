@@ -51,7 +51,7 @@ def trainee_of(model: nn.Module, optimize: Optimize, *, schedule: bool = False, 
 
 
 def trained_by_workers(train_state: TrainState, loss: Loss, data: TensorDataset = DATA) -> Cluster:
-    """The server's train_state after all epochs; the workers' own, whose optimizers do nothing, have other parameters."""
+    """The server's train state after all epochs; the workers' own, whose optimizers do nothing, have others."""
 
     def work(session: WorkerSession, own: TrainState) -> None:
         for inputs, targets in session.batches(data, BATCH, epochs=EPOCHS):

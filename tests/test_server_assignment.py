@@ -31,7 +31,7 @@ PLACES = st.builds(
 
 @pytest.fixture
 def given_variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Put a process's variables in place of ours, as if nothing had been taken yet."""
+    """Put a process's variables in assignment of ours, as if nothing had been taken yet."""
 
     def give(variables: dict[str, str]) -> None:
         monkeypatch.setattr(environment, "_place", None)
@@ -42,10 +42,10 @@ def given_variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(assignment=PLACES)
-def test_what_is_written_is_what_is_read(given_variables: Callable[..., None], place: ServerAssignment) -> None:
-    size = {} if place.workers is None else {"WORLD_SIZE": str(place.workers)}
-    given_variables({**server_variables(place), **size})
-    assert take_server_assignment() == place
+def test_what_is_written_is_what_is_read(given_variables: Callable[..., None], assignment: ServerAssignment) -> None:
+    size = {} if assignment.workers is None else {"WORLD_SIZE": str(assignment.workers)}
+    given_variables({**server_variables(assignment), **size})
+    assert take_server_assignment() == assignment
 
 
 def test_it_is_taken_once_and_given_again(given_variables: Callable[..., None]) -> None:
@@ -66,8 +66,8 @@ def test_the_memory_is_kept_from_children(given_variables: Callable[..., None]) 
     os.set_inheritable(descriptor, True)
     try:
         given_variables(server_variables(replace(PLACE, memory_fd=descriptor)))
-        place = take_server_assignment()
-        assert place is not None and place.memory_fd == descriptor
+        assignment = take_server_assignment()
+        assert assignment is not None and assignment.memory_fd == descriptor
         assert not os.get_inheritable(descriptor)
     finally:
         os.close(descriptor)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from paceline.commands.cli import main
 from paceline.errors import PacelineError, UsageError
 from paceline.report import plots
+from paceline.report.series import Axis, Series
 from paceline.spec import from_spec
 from paceline.studies import (
     STUDIES,
@@ -36,7 +37,7 @@ from paceline.studies import (
 )
 from paceline.studies.files import as_json, as_markdown, check_folder, write_result
 from paceline.studies.options import command_options
-from paceline.studies.study import Axis, Column, Series, option
+from paceline.studies.study import Column, option
 from paceline.training.train import evaluate
 
 SHARED_OPTIONS = {"data", "seed", "out", "json", "as_json", "help"}
@@ -237,7 +238,7 @@ def test_plots_draw_zeros_single_points_and_many_panels(scale: Any, tmp_path: Pa
         Series(label=f"l{number}", panel=f"p{number % 3}", x=(1.0,), y=(float(number % 2),)) for number in range(20)
     )
     axis = Axis(label="v", scale=scale)
-    plots.draw(small_result(series=series, x_axis=axis, y_axis=axis), tmp_path / "plot.png")
+    plots.draw("title", series, axis, axis, tmp_path / "plot.png")
     assert matplotlib.image.imread(tmp_path / "plot.png").ndim == 3
 
 

@@ -1,17 +1,16 @@
-"""Draw the result of a study as a picture."""
+"""Draw curves as a picture."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis as DrawnAxis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-if TYPE_CHECKING:
-    from paceline.studies.study import Axis, Series, StudyResult
+from paceline.report.series import Axis, Series
 
 # Okabe and Ito's colours, which colour-blind people tell apart; grey instead of their yellow, too pale for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A8A")
@@ -22,20 +21,20 @@ _PANEL_INCHES = (4.0, 3.6)
 _DOTS_PER_INCH = 150
 
 
-def draw(result: StudyResult, file: Path) -> None:
-    """Draw the series of a result, one panel beside the other, into a PNG file."""
-    panels = list(dict.fromkeys(series.panel for series in result.series))
-    labels = list(dict.fromkeys(series.label for series in result.series))
+def draw(title: str, curves: Sequence[Series], x_axis: Axis, y_axis: Axis, file: Path) -> None:
+    """Draw the curves, one panel beside the other, into a PNG file."""
+    panels = list(dict.fromkeys(series.panel for series in curves))
+    labels = list(dict.fromkeys(series.label for series in curves))
     width, height = _PANEL_INCHES
     figure = Figure(figsize=(max(1.6, len(panels)) * width, height + 0.9), layout="constrained")
     row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for panel, axes in zip(panels, row, strict=True):
-        for series in result.series:
+        for series in curves:
             if series.panel == panel:
                 _draw_series(axes, series, labels.index(series.label))
-        _finish_panel(axes, panel, result.x_axis, result.y_axis)
-    row[0].set_ylabel(result.y_axis.label)
-    figure.suptitle(result.study.title, fontsize=13, fontweight="bold")
+        _finish_panel(axes, panel, x_axis, y_axis)
+    row[0].set_ylabel(y_axis.label)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
     handles = {line.get_label(): line for axes in row for line in axes.get_lines()}
     figure.legend(
         [handles[label] for label in labels],

@@ -66,8 +66,9 @@ class _Other:
 class Shards:
     """Bring up the servers at ``addresses``, each of which shares one of the ``memories`` with us and the workers.
 
-    The parameters of ``train_state`` then lie in those memories, so that its model is always whole; its optimizers remember
-    nothing of what others hold. ``found``: the servers before were killed, and what they had of ``version`` is there.
+    The parameters of ``train_state`` then lie in those memories, so that its model is always whole; its optimizers
+    remember nothing of what others hold. ``found``: the servers before were killed, and what they had of ``version``
+    is there.
     """
 
     def __init__(

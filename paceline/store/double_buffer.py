@@ -57,7 +57,7 @@ class _Stretch(NamedTuple):
 
 
 class DoubleBuffer:
-    """Keep what the commits of ``train_state`` change in ``file``, of which ``down`` (at ``offset``) is mapped already."""
+    """Keep what commits of ``train_state`` change in ``file``; ``down``, at ``offset``, is mapped already."""
 
     def __init__(self, file: int, train_state: TrainState, down: Tensor, offset: int) -> None:
         self._file, self._train_state = file, train_state

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from paceline.errors import UsageError
 from paceline.quantities import SIZES, print_quantity, read_quantity
-from paceline.studies.study import Axis, Cell, Column, Series, Study, StudyContext, StudyResult, option
+from paceline.report.series import Axis, Series
+from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 from paceline.virtual.links import (
     Link,
     parse_link,

@@ -39,7 +39,7 @@ def write_result(result: StudyResult, folder: Path) -> None:
 def _write_files(result: StudyResult, folder: Path) -> None:
     (folder / "result.json").write_text(as_json(result), encoding="utf-8")
     (folder / "table.md").write_text(as_markdown(result), encoding="utf-8")
-    draw(result, folder / "plot.png")
+    draw(result.study.title, result.series, result.x_axis, result.y_axis, folder / "plot.png")
 
 
 def as_json(result: StudyResult) -> str:

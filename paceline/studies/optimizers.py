@@ -16,19 +16,10 @@ from paceline.errors import UsageError, unknown_name
 from paceline.optim import make_optimizer
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.problems.models import VECTOR_MODELS
+from paceline.report.series import Axis, Series
 from paceline.seeding import derive_seed, seed_streams
 from paceline.sessions.session import join
-from paceline.studies.study import (
-    Axis,
-    Cell,
-    Column,
-    Series,
-    Study,
-    StudyContext,
-    StudyResult,
-    one_thread,
-    option,
-)
+from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, one_thread, option
 from paceline.training.train import evaluate
 
 # The rate of each is the one of a coarse grid (factors of about 3, the best not at its edge) with the lowest

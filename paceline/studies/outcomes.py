@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.policies import parse_policy
-from paceline.studies.study import Cell, Column, Series
+from paceline.report.series import Series
+from paceline.studies.study import Cell, Column
 from paceline.virtual.formulas import NoFormulaError, iteration_time, mean_staleness
 from paceline.virtual.links import Link, parse_link
 from paceline.virtual.simulate import Scenario, as_record

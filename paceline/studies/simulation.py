@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 from paceline.errors import UsageError, unknown_name
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.quantities import SIZES, read_quantity
+from paceline.report.series import Axis, Series
 from paceline.studies.cases import Runs, run_cases
 from paceline.studies.outcomes import (
     TIMES,
@@ -21,17 +22,7 @@ from paceline.studies.outcomes import (
     staleness_series,
     times_row,
 )
-from paceline.studies.study import (
-    Axis,
-    Cell,
-    Column,
-    Series,
-    Study,
-    StudyContext,
-    StudyResult,
-    one_thread,
-    option,
-)
+from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, one_thread, option
 from paceline.virtual.formulas import NoFormulaError
 from paceline.virtual.simulate import Scenario
 from paceline.virtual.training import TrainingOutcome, TrainingPlan

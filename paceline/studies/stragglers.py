@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from paceline.delays.delay import parse_delay
 from paceline.errors import UsageError
+from paceline.report.series import Axis, Series
 from paceline.studies.cases import Runs, run_cases
 from paceline.studies.outcomes import record_of
-from paceline.studies.study import Axis, Cell, Column, Series, Study, StudyContext, StudyResult, one_thread, option
+from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, one_thread, option
 from paceline.virtual.formulas import NoFormulaError, order_statistic
 from paceline.virtual.simulate import Scenario
 from paceline.virtual.training import TrainingOutcome

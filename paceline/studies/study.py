@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from paceline.interrupts import Interrupts
+from paceline.report.series import Axis, Series
 from paceline.spec import check_types, to_spec
 
 Tell: TypeAlias = Callable[[str, int, int], None]
@@ -71,24 +72,6 @@ class Column:
         if cell is None:
             return "-"
         return f"{cell:,.{self.decimals}f}" if isinstance(cell, float) else str(cell)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """What an axis of the plot shows, and on which scale."""
-
-    label: str
-    scale: Literal["linear", "log"] = "linear"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """One curve of the plot. A label has the same colour in every panel; on a log scale zeros are left out."""
-
-    label: str
-    panel: str  # the title of the panel it is drawn in
-    x: tuple[float, ...]
-    y: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

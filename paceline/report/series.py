@@ -1,0 +1,24 @@
+"""What a plot shows: curves and axes, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """What an axis of the plot shows, and on which scale."""
+
+    label: str
+    scale: Literal["linear", "log"] = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve of the plot. A label has the same colour in every panel; on a log scale zeros are left out."""
+
+    label: str
+    panel: str  # the title of the panel it is drawn in
+    x: tuple[float, ...]
+    y: tuple[float, ...]
