@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from paceline import policies
 from paceline.collectives.register import register
+from paceline.policies import *  # noqa: F403  # they import nothing slow
 from paceline.version import __version__
 
 if TYPE_CHECKING:
@@ -19,80 +21,35 @@ if TYPE_CHECKING:
         UsageError,
     )
     from paceline.peers.ddp import DistributedDataParallel
-    from paceline.policies import (
-        POLICIES,
-        SSP,
-        AdaSync,
-        AllReduce,
-        Async,
-        KAsync,
-        KBatchAsync,
-        KBatchSync,
-        KSync,
-        PeersPolicy,
-        Policy,
-        ServerPolicy,
-        Sync,
-        parse_policy,
-    )
     from paceline.problems import Metric, Problem, Recipe
     from paceline.sessions.session import Session, Step, join
     from paceline.sessions.timing import Timing
 
 __all__ = [
-    "POLICIES",
-    "SSP",
-    "AdaSync",
-    "AllReduce",
-    "Async",
     "CheckpointError",
     "CommError",
     "DistributedDataParallel",
-    "KAsync",
-    "KBatchAsync",
-    "KBatchSync",
-    "KSync",
     "Metric",
     "NonFiniteLossError",
     "PacelineError",
-    "PeersPolicy",
-    "Policy",
     "Problem",
     "Recipe",
     "RunInUseError",
-    "ServerPolicy",
     "Session",
     "ShardedSampler",
     "Step",
-    "Sync",
     "Timing",
     "UsageError",
     "__version__",
     "join",
-    "parse_policy",
 ]
+__all__ += policies.__all__
 
 # Names are looked up on first use: the command and the supervisor start in an instant, without torch's seconds.
 _HOMES = {
     "paceline.data.sampler": ["ShardedSampler"],
     "paceline.errors": [name for name in __all__ if name.endswith("Error")],
     "paceline.peers.ddp": ["DistributedDataParallel"],
-    "paceline.policies": [
-        "POLICIES",
-        "SSP",
-        "AdaSync",
-        "AllReduce",
-        "Async",
-        "KAsync",
-        "KBatchAsync",
-        "KBatchSync",
-        "KSync",
-        "PeersPolicy",
-        "Policy",
-        "ServerPolicy",
-        "Sync",
-        "parse_policy",
-    ],
     "paceline.problems": ["Metric", "Problem", "Recipe"],
     "paceline.sessions.session": ["Session", "Step", "join"],
     "paceline.sessions.timing": ["Timing"],

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from paceline.peers.exchange import AllReduceExchange
+from paceline.peers.all_reduce import AllReduceExchange
 from paceline.peers.group import Peers
 from paceline.policies import AllReduce
 from paceline.problems import MODELS

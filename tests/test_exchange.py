@@ -16,7 +16,7 @@ from same_bits import assert_same, difference
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.peers.exchange import AllReduceExchange
+from paceline.peers.all_reduce import AllReduceExchange
 from paceline.policies import AllReduce
 
 

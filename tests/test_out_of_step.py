@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import CommError, PacelineError, UsageError
-from paceline.peers.exchange import AllReduceExchange
+from paceline.peers.all_reduce import AllReduceExchange
 from paceline.policies import AllReduce
 
 TIMEOUT = 2.0  # of the groups: what a worker waits for another that will never come

@@ -22,6 +22,7 @@ from paceline.policies import (
     KBatchAsync,
     KBatchSync,
     KSync,
+    LocalSGD,
     PeersPolicy,
     Policy,
     Sync,
@@ -31,6 +32,7 @@ from paceline.policies import (
 ALL_POLICIES: list[Policy] = [
     AllReduce(),
     AllReduce(bucket_cap_mb=0, first_bucket_mb=0.25, overlap=False),
+    LocalSGD(every=1),
     Sync(),
     Async(),
     KSync(k=3),

@@ -26,8 +26,8 @@ from same_bits import assert_same
 from torch import Tensor, nn
 
 from paceline.errors import CommError
+from paceline.peers.all_reduce import AllReduceExchange
 from paceline.peers.buckets import plan_buckets
-from paceline.peers.exchange import AllReduceExchange
 from paceline.policies import AllReduce
 
 POLICIES = {

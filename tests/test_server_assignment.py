@@ -34,7 +34,7 @@ def given_variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Put a process's variables in assignment of ours, as if nothing had been taken yet."""
 
     def give(variables: dict[str, str]) -> None:
-        monkeypatch.setattr(environment, "_place", None)
+        monkeypatch.setattr(environment, "_assignment", None)
         monkeypatch.setattr(os, "environ", dict(variables))
 
     return give

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.launch.environment import read_rank_and_size
-from paceline.peers.exchange import connect
+from paceline.peers.connect import connect
 from paceline.policies import AllReduce
 
 

@@ -1,18 +1,18 @@
-"""How a session's worker meets the others: not at all in a world of one, or by all-reduce."""
+"""How a session's worker meets the others: not at all in a world of one, or collectively."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.peers.group import Peers, default_peers
-from paceline.peers.reducer import Outcome, Reducer
-from paceline.policies import AllReduce, Policy
-from paceline.record.state_tree import pack, unpack
+from paceline.peers.group import Peers
+from paceline.peers.reducer import Outcome
+from paceline.peers.tensors import averaged_dtype, send_tensors, share_state
 
 
 class Exchange(Protocol):
@@ -20,6 +20,12 @@ class Exchange(Protocol):
 
     rank: int
     world_size: int
+    replicas_differ: bool  # between two steps the workers' parameters may differ
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes this worker has given to collectives so far."""
+        ...
 
     def accumulate(self, *, examples: int, total: int | None) -> None:
         """Before forward: keep the gradients of the backward pass to come for a later exchange."""
@@ -28,15 +34,27 @@ class Exchange(Protocol):
     def begin(
         self, *, examples: int, total: int | None, loss: Callable[[], float | None], tag: int | None = None
     ) -> None:
-        """Before forward: exchange the gradients of the backward pass to come, and of those accumulated before."""
+        """Before forward: a backward pass is to come after which the parameters are updated."""
         ...
 
     def finish(self) -> Outcome | None:
-        """Before the update: the gradients are averaged when this returns."""
+        """Before the update: the gradients are what the optimizer is to step on when this returns."""
+        ...
+
+    def updated(self, steps: int) -> None:
+        """After the update, of which there were ``steps`` so far."""
         ...
 
     def release(self, *, failed: bool = False) -> None:
         """The step is over, or has ``failed``: further gradients are the worker's own."""
+        ...
+
+    def averaged(self) -> contextlib.AbstractContextManager[object]:
+        """Have the average of all workers' parameters in the model, inside the block."""
+        ...
+
+    def conclude(self) -> None:
+        """The run has ended well: give all workers the same parameters."""
         ...
 
     def mean(self, value: Tensor, weight: float) -> Tensor:
@@ -45,6 +63,10 @@ class Exchange(Protocol):
 
     def share(self, state: Any) -> Any:
         """Give every worker the state that worker 0 has."""
+        ...
+
+    def gather(self, state: Any) -> list[Any]:
+        """Give every worker the list of all workers' states."""
         ...
 
     def largest(self, number: int) -> int:
@@ -68,39 +90,16 @@ class Exchange(Protocol):
         ...
 
 
-def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tuple[int, int] | None) -> Exchange:
-    """Meet the other workers: those of ``group``, or of torch's default one, or nobody.
-
-    ``rank_and_size`` is the rank and the number of workers that a launcher has given to this process.
-    """
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if group is not None:
-        peers = Peers(group, group.rank(), group.size(), device)
-    elif rank_and_size is not None or torch.distributed.is_initialized():
-        peers = default_peers(device, rank_and_size)
-    else:
-        return Alone()
-    if peers.size == 1:
-        return Alone()
-    check_peers(policy)
-    assert isinstance(policy, AllReduce)
-    return AllReduceExchange(model, peers, policy)
-
-
-def check_peers(policy: Policy) -> None:
-    """Raise if workers that meet as peers cannot run under the policy."""
-    if not isinstance(policy, AllReduce):
-        raise UsageError(
-            f"policy {policy} needs a server, which only Paceline's own launcher starts; "
-            f"run the script by: paceline run --workers N --policy '{policy}' script.py"
-        )
-
-
 class Alone:
     """A world of one."""
 
     rank = 0
     world_size = 1
+    replicas_differ = False
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
 
     def accumulate(self, *, examples: int, total: int | None) -> None:
         pass
@@ -110,10 +109,19 @@ class Alone:
     ) -> None:
         pass
 
-    def finish(self) -> None:
+    def finish(self) -> Outcome | None:
         return None
 
+    def updated(self, steps: int) -> None:
+        pass
+
     def release(self, *, failed: bool = False) -> None:
+        pass
+
+    def averaged(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def conclude(self) -> None:
         pass
 
     def mean(self, value: Tensor, weight: float) -> Tensor:
@@ -121,6 +129,9 @@ class Alone:
 
     def share(self, state: Any) -> Any:
         return state
+
+    def gather(self, state: Any) -> list[Any]:
+        return [state]
 
     def largest(self, number: int) -> int:
         return number
@@ -138,58 +149,33 @@ class Alone:
         pass
 
 
-class AllReduceExchange:
-    """Average the gradients of ``model`` over ``peers`` in every step; its buffers follow worker 0's."""
+class PeersExchange(Alone):
+    """What all ways to agree collectively share; a subclass says what is exchanged, and at which moment.
 
-    def __init__(self, model: nn.Module, peers: Peers, policy: AllReduce) -> None:
+    All workers begin with the parameters of worker 0.
+    """
+
+    def __init__(self, model: nn.Module, peers: Peers) -> None:
         self.rank, self.world_size = peers.rank, peers.size
         self._peers = peers
         check_same_model(model, peers)
         with peers.explain("receiving the parameters of worker 0"):
             for tensor in [*model.parameters(), *model.buffers()]:
                 send_tensors([tensor], peers)
-        self._reducer = Reducer(
-            [(name, parameter) for name, parameter in model.named_parameters()],
-            peers,
-            policy,
-            sparse=sparse_parameters(model),
-        )
-        self._accumulated: list[tuple[int, int | None]] = []  # examples and total of the passes kept so far
         self._modules = list(model.modules())  # walking through them takes longer than looking for buffers
 
-    def accumulate(self, *, examples: int, total: int | None) -> None:
-        self._reducer.disarm()
-        self._accumulated.append((examples, total))
-        self._reducer.weigh(_weight(examples, total))
+    @property
+    def num_bytes(self) -> int:
+        return self._peers.traffic.num_bytes
 
-    def begin(
-        self, *, examples: int, total: int | None, loss: Callable[[], float | None], tag: int | None = None
-    ) -> None:
-        passes = [*self._accumulated, (examples, total)]
-        self._accumulated = []
-        if len(passes) > 1 and all(known is not None for _, known in passes):
-            self._reducer.arm(examples=examples, total=total, loss=loss, tag=tag, weighted=True)
-            self._reducer.weigh(_weight(examples, total))
-            return
-        # Without totals all passes of a worker get one weight, by their examples together.
-        self._reducer.arm(examples=sum(count for count, _ in passes), total=total, loss=loss, tag=tag)
-        if len(passes) > 1:
-            self._reducer.weigh(_weight(examples, None))
-
-    def finish(self) -> Outcome:
-        outcome = self._reducer.finish()
-        self.follow_buffers()  # here and not before forward, so that between steps all workers are alike
-        return outcome
+    def buffers(self) -> list[Tensor]:
+        """The model's buffers as they are now."""
+        return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
 
     def follow_buffers(self) -> None:
         """Copy worker 0's buffers to all."""
         with self._peers.explain("sending buffers"):
-            send_tensors([tensor for module in self._modules for tensor in _buffers_of(module)], self._peers)
-
-    def release(self, *, failed: bool = False) -> None:
-        if failed:
-            self._accumulated = []
-        self._reducer.disarm(failed=failed)
+            send_tensors(self.buffers(), self._peers)
 
     def mean(self, value: Tensor, weight: float) -> Tensor:
         flat = value.detach().reshape(-1).to(torch.float64)
@@ -203,30 +189,15 @@ class AllReduceExchange:
         with self._peers.explain("receiving the checkpoint of worker 0"):
             return share_state(state, self._peers)
 
+    def gather(self, state: Any) -> list[Any]:
+        with self._peers.explain("collecting the workers' states"):
+            return [share_state(state, self._peers, root) for root in range(self.world_size)]
+
     def largest(self, number: int) -> int:
         with self._peers.explain("comparing how much data is left"):
             tensor = torch.tensor([number], device=self._peers.device)
             self._peers.all_reduce(tensor, torch.distributed.ReduceOp.MAX).wait()
         return int(tensor)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._reducer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:
-            self._reducer.load_state_dict(state)
-
-    def close(self) -> None:
-        self._reducer.close()
-
-
-def _buffers_of(module: nn.Module) -> Iterable[Tensor]:
-    return (buffer for buffer in module._buffers.values() if buffer is not None)
-
-
-def _weight(examples: int, total: int | None) -> float:
-    """The weight of a pass's gradients among all workers'; unknown, but for borrowed data, without a total."""
-    return examples / total if total is not None else float(examples > 0)
 
 
 def check_same_model(model: nn.Module, peers: Peers) -> None:
@@ -257,62 +228,3 @@ def _first_difference(first: list[Any], other: list[Any]) -> str | None:
 def _describe(entry: list[Any]) -> str:
     name, shape, dtype, trained = entry
     return f"{name} {tuple(shape)} {dtype}{'' if trained else ' (frozen)'}"
-
-
-def sparse_parameters(model: nn.Module) -> frozenset[str]:
-    """Name the parameters whose gradients are sparse."""
-    return frozenset(
-        f"{prefix}.weight".lstrip(".")
-        for prefix, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    )
-
-
-def averaged_dtype(value: Tensor) -> torch.dtype:
-    """Averages of whole numbers are not whole."""
-    return value.dtype if value.is_floating_point() or value.is_complex() else torch.get_default_dtype()
-
-
-def send_tensors(tensors: Sequence[Tensor], peers: Peers) -> None:
-    """Copy worker 0's tensors into everybody's, as bytes: process groups want them dense, and know few dtypes."""
-    if not tensors:
-        return
-    tensors = [_without_repeats(tensor) for tensor in tensors]
-    with torch.no_grad():
-        parts = [_as_bytes(tensor) for tensor in tensors]
-        payload = torch.cat([part.to(peers.device) for part in parts])
-        peers.broadcast(payload)
-        if peers.rank != 0:
-            received = torch.split(payload, [len(part) for part in parts])
-            for tensor, part in zip(tensors, received, strict=True):
-                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _without_repeats(tensor: Tensor) -> Tensor:
-    """An expanded tensor as it lies in memory, for it cannot be written otherwise."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-    return flat.copy_(tensor.detach().reshape(-1)).view(torch.uint8)
-
-
-def share_state(state: Mapping[str, Any] | None, peers: Peers) -> Any:
-    """Send worker 0's state to all: its JSON part first, then the bytes of every tensor."""
-    tree, tensors = pack(state)
-    layout = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
-    tree, layout = peers.share([tree, layout])
-    received = {}
-    for name, (dtype, shape) in layout.items():
-        if peers.rank == 0:
-            tensor = tensors[name]
-        else:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        payload = _as_bytes(tensor).to(peers.device)
-        peers.broadcast(payload)
-        received[name] = payload.cpu().view(tensor.dtype).reshape(shape)
-    return unpack(tree, received)

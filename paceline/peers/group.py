@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,13 @@ class Pending(Protocol):
     def wait(self) -> Any: ...
 
 
+@dataclass
+class Traffic:
+    """What a worker has given to collectives."""
+
+    num_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Peers:
     """One worker's view of its group: who it is, and the few collectives that training needs.
@@ -35,6 +42,7 @@ class Peers:
     rank: int
     size: int
     device: torch.device  # where the group's tensors must lie
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Make zeros for what is added up again and again; all workers must ask for the same together.
@@ -57,6 +65,7 @@ class Peers:
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, now: bool = False) -> Pending:
         """Start adding up ``tensor`` over all workers, in place; ``now`` is faster if there is nothing else to do."""
+        self.traffic.num_bytes += tensor.nbytes
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = op, not now
         work: Pending = self.group.allreduce([tensor], options)

@@ -7,6 +7,7 @@ from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
+from paceline.policies.local_sgd import LocalSGD
 from paceline.policies.server import ServerPolicy
 from paceline.policies.ssp import SSP
 from paceline.spec import from_spec
@@ -21,6 +22,7 @@ __all__ = [
     "KBatchAsync",
     "KBatchSync",
     "KSync",
+    "LocalSGD",
     "PeersPolicy",
     "Policy",
     "ServerPolicy",
@@ -28,9 +30,9 @@ __all__ = [
     "parse_policy",
 ]
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (AllReduce, Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
-}
+_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD)
+_SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 
 
 def parse_policy(policy: str | Policy) -> Policy:

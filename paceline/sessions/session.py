@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import platform
@@ -24,8 +25,10 @@ from paceline.delays.injected import InjectedDelays
 from paceline.errors import CheckpointError, UsageError, unknown_name
 from paceline.launch.environment import ServerAssignment, asked_policy, read_rank_and_size, take_server_assignment
 from paceline.launch.reports import report, report_failure
-from paceline.peers.exchange import Exchange, connect
+from paceline.peers.connect import connect
+from paceline.peers.exchange import Exchange
 from paceline.peers.reducer import Outcome
+from paceline.peers.tensors import average_into
 from paceline.policies import Policy, parse_policy
 from paceline.policies.server import ServerPolicy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
@@ -40,7 +43,7 @@ from paceline.version import __version__
 logger = logging.getLogger("paceline")
 
 _EVENT_NAMES = frozenset({"event", "time", "worker", "step", "epoch"})  # in every line of metrics
-_STEP_NAMES = frozenset({"lr", "examples", "seconds", "skipped", "workers_waited"})  # in every step's
+_STEP_NAMES = frozenset({"lr", "examples", "seconds", "skipped", "workers_waited", "bytes"})  # in every step's
 
 
 def join(
@@ -294,6 +297,8 @@ class Session:
         self._seeded = seed is not None or exchange.world_size > 1
         self.seed: int = exchange.share(torch.initial_seed() if seed is None else seed)
         self.run = run
+        # Worker 0 writes for all; where replicas differ, the others give it their states.
+        self._saves: bool = exchange.share(run is not None) if exchange.replicas_differ else run is not None
         self.steps = 0
         self.timing = Timing()
         self._clock = clock
@@ -311,6 +316,7 @@ class Session:
         self._metrics_bytes = 0
         self._examples = 0  # of this worker in the update under way
         self._injected_delays: InjectedDelays | None = None  # computing time to inject
+        self._bytes_told = 0  # of those exchanged
         self._bad_loss: float | None = None  # found in an accumulating block of the update under way
 
     # The loop ---------------------------------------------------------------------------------------------
@@ -365,6 +371,13 @@ class Session:
         Where workers are in step with each other, all have them after every step.
         """
 
+    def averaged(self) -> contextlib.AbstractContextManager[object]:
+        """Have the average of all workers' parameters in the model inside the block, as for an evaluation.
+
+        Under a policy that lets them differ all workers must enter it; under the others the model is as it is.
+        """
+        return self._exchange.averaged()
+
     def epochs(self, count: int) -> Iterator[int]:
         """Go through the epochs up to ``count`` that are not done yet, for loops that do something after each."""
         return self._data.epochs(count)
@@ -411,24 +424,28 @@ class Session:
     def save(self, path: str | Path | None = None) -> Path | None:
         """Write a checkpoint of everything: into the run's directory, or to ``path``.
 
-        Worker 0 writes, for all have the same state; the others return ``None`` at once.
+        Worker 0 writes, and the others return ``None``. Under a policy that lets the workers' parameters differ, such
+        as local-sgd, all must call it, since worker 0 collects their states.
         """
         if self._current is not None or self._accumulating:
             raise UsageError(
                 f"step {self.steps}: save() was called inside a step or between accumulating ones; "
                 "call it after the step that updates the parameters"
             )
+        replicas = self._exchange.gather(self._replica()) if self._exchange.replicas_differ else []
         if self.rank != 0:
+            self._saved_at = self.steps
             return None
         self._nan_guard.check_parameters(self._train_state.model)
+        state = {**self._state(), "replicas": replicas}
         if path is not None:
-            write_checkpoint(Path(path), self._state())
+            write_checkpoint(Path(path), state)
             return Path(path)
         if self._closed:
             raise UsageError("save() after the session's end: its directory may be another's by now; give a path")
         if self.run is None:
             raise UsageError("save() needs a path, or a run directory: join(..., run='runs/mine')")
-        file = self.run.checkpoints.write(self.steps, self._state())
+        file = self.run.checkpoints.write(self.steps, state)
         self._saved_at = self.steps
         return file
 
@@ -466,9 +483,11 @@ class Session:
         try:
             # Only what ended well: after an exception the step under way has moved streams, buffers and data already,
             # and the checkpoint before it is the one from which a resumed run is exact.
-            if self.run is not None and kind is None and self._saved_at != self.steps:
-                self._accumulating = False  # gradients of an update that will not be are let go
-                self.save()
+            if kind is None:
+                if self._saves and self._saved_at != self.steps:
+                    self._accumulating = False  # gradients of an update that will not be are let go
+                    self.save()
+                self._exchange.conclude()
         finally:
             self.close()
 
@@ -550,12 +569,15 @@ class Session:
         else:
             self._update(step)
         self.steps += 1
+        self._exchange.updated(self.steps)
         self._data.use()
         self._exchange.release()  # a backward pass between steps is the user's own
         if self._clock is not None:
             self.timing = self._clock.updated(outcome, self.rank)
         if self.run is not None:
-            self._after_update(step, outcome, rate)
+            self._log(step, outcome, rate)
+        if self._saves and self._save_every is not None and self.steps % self._save_every == 0:
+            self.save()
 
     def _rate(self) -> float:
         return float(as_number(self._train_state.optimizers[0].param_groups[0]["lr"]))
@@ -572,7 +594,7 @@ class Session:
         saved = self.run.checkpoints.files() if self.run is not None else []
         return Where(self.rank, self.world_size, self.steps, saved[-1] if saved else None)
 
-    def _after_update(self, step: Step, outcome: Outcome | None, rate: float) -> None:
+    def _log(self, step: Step, outcome: Outcome | None, rate: float) -> None:
         if self.steps % self._log_every == 0:
             # Numbers are read from tensors when lines are flushed, so a GPU is not waited for here.
             values = dict(step.recorded)
@@ -584,9 +606,10 @@ class Session:
             else:
                 values["examples"] = self._examples
             values["seconds"] = asdict(self.timing)
+            if self.world_size > 1:
+                told, self._bytes_told = self._bytes_told, self._exchange.num_bytes
+                values["bytes"] = self._bytes_told - told
             self._write("step", lr=rate, **values)
-        if self._save_every is not None and self.steps % self._save_every == 0:
-            self.save()
 
     # State ------------------------------------------------------------------------------------------------
 
@@ -599,6 +622,7 @@ class Session:
             state = self._exchange.share(found)
             if state is not None:
                 self._load(state)
+            self._saved_at = self._exchange.share(self._saved_at)
         if self.run is not None:
             self.run.write_config({**self._describe(), **config})
             self.run.open_metrics(self._metrics_bytes)
@@ -648,9 +672,8 @@ class Session:
         return state
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._train_state.load_state_dict(state["trainee"])
+        self._load_replica(state)
         self._data.load_state_dict(state["data"])
-        self._exchange.load_state_dict(state["exchange"])
         session = state["session"]
         self.steps, self._blocks, self.seed = session["steps"], session["blocks"], session["seed"]
         restore_streams(state["streams"])
@@ -661,10 +684,24 @@ class Session:
                 self.steps,
             )
 
+    def _load_replica(self, state: Mapping[str, Any]) -> None:
+        """Load this worker's own replica, or, if there were another number of them, their average."""
+        replicas = state.get("replicas") or []
+        own = replicas[self.rank] if len(replicas) == self.world_size else state
+        self._train_state.load_state_dict(own["trainee"])
+        if not replicas or own is not state:
+            self._exchange.load_state_dict(own["exchange"])
+        else:
+            average_into(self._train_state.model, [replica["trainee"]["model"] for replica in replicas])
+
+    def _replica(self) -> dict[str, object]:
+        """What of the state may differ from worker to worker."""
+        return {"trainee": self._train_state.state_dict(), "exchange": self._exchange.state_dict()}
+
     def _state(self) -> dict[str, object]:
         metrics = self.run.metrics if self.run is not None else None
         return {
-            "trainee": self._train_state.state_dict(),
+            **self._replica(),
             "data": self._data.state_dict(),
             "session": {
                 "steps": self.steps,
@@ -674,7 +711,6 @@ class Session:
                 "metrics_bytes": metrics.sync() if metrics is not None else 0,
             },
             "streams": capture_streams(),
-            "exchange": self._exchange.state_dict(),
         }
 
     def _describe(self) -> dict[str, Any]:

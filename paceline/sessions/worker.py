@@ -21,7 +21,8 @@ from paceline.delays.injected import InjectedDelays
 from paceline.errors import UsageError
 from paceline.launch.environment import ServerAssignment, read_world
 from paceline.launch.reports import report
-from paceline.peers.exchange import Alone, averaged_dtype
+from paceline.peers.exchange import Alone
+from paceline.peers.tensors import averaged_dtype
 from paceline.policies import Policy
 from paceline.record.fingerprints import checksum_of
 from paceline.record.metrics import as_number

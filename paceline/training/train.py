@@ -341,9 +341,10 @@ class _Training:
         return loss_of(self.config, self.problem, self.model, inputs, targets)
 
     def _evaluation(self, session: Session) -> tuple[float, float]:
-        """Evaluate the parameters as they are, unless that was just done."""
+        """Evaluate the parameters, averaged where replicas differ, unless that was just done."""
         if self.evaluated is None or self.evaluated[0] != session.steps:
-            loss, value = self._evaluate_together(session) if session.in_step else self._evaluate_alone()
+            with session.averaged():
+                loss, value = self._evaluate_together(session) if session.in_step else self._evaluate_alone()
             session.record("evaluation", test_loss=loss, **{self.problem.metric.name: value})
             self.evaluated = session.steps, (loss, value)
         return self.evaluated[1]

@@ -1,0 +1,73 @@
+"""Average parameters and buffers over all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CommError
+from paceline.peers.group import Peers
+from paceline.peers.tensors import send_tensors
+
+_HALVES = (torch.float16, torch.bfloat16)
+_TAG, _WEIGHT = -2, -1  # where the numbers that ride behind the parameters lie
+_TAG_PERIOD = 1 << 10  # sums over up to 16,000 workers stay exact in float32
+
+
+class Averager:
+    """Replace parameters and floating-point buffers by their weighted mean over all workers.
+
+    They travel in one flat tensor for each dtype, halves as float32. Other buffers, such as counts, follow worker 0's.
+    ``buffers`` is called anew for each average, for a forward pass may replace them.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], buffers: Callable[[], list[Tensor]], peers: Peers) -> None:
+        self._parameters, self._buffers, self._peers = parameters, buffers, peers
+        self._flats: dict[torch.dtype, Tensor] = {}
+
+    def average(self, *, weight: float, tag: int) -> None:
+        """Average; all workers call it together, with the same ``tag``, or they are told that they are out of step."""
+        buffers = self._buffers()
+        tensors = [tensor for tensor in (*self._parameters, *buffers) if _is_continuous(tensor)]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(torch.float32 if tensor.dtype in _HALVES else tensor.dtype, []).append(tensor)
+        with self._peers.explain("averaging the parameters"), torch.no_grad():
+            for dtype, group in by_dtype.items():
+                self._average(self._flat(dtype, group), group, weight, tag)
+            send_tensors([buffer for buffer in buffers if not _is_continuous(buffer)], self._peers)
+
+    def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
+        count = sum(tensor.numel() for tensor in tensors) + 2
+        if dtype not in self._flats or len(self._flats[dtype]) != count:
+            self._flats[dtype] = self._peers.buffer(count, dtype, self._peers.device)
+        return self._flats[dtype]
+
+    def _average(self, flat: Tensor, tensors: Sequence[Tensor], weight: float, tag: int) -> None:
+        parts = torch.split(flat[:_TAG], [tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            part.copy_(tensor.reshape(-1))
+        flat[:_TAG].mul_(weight)
+        flat[_TAG], flat[_WEIGHT] = tag % _TAG_PERIOD, weight
+        self._peers.all_reduce(flat, now=True).wait()
+        self._check_tag(flat[_TAG].item(), tag)
+        total = flat[_WEIGHT].item()
+        if total == 0:  # nobody has used an example: nothing has changed
+            return
+        flat[:_TAG].div_(total)
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    def _check_tag(self, found: complex, tag: int) -> None:
+        wanted = tag % _TAG_PERIOD * self._peers.size
+        if found != wanted:
+            raise CommError(
+                f"worker {self._peers.rank}: the workers have fallen out of step at its step {tag} (their sum should "
+                f"be {wanted}, and is {found}); do all make the same number of steps?"
+            )
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
