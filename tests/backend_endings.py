@@ -108,6 +108,6 @@ def fork_ranks(name: str, directory: Path) -> bool:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     assert paceline.collectives.backend is not None
-    for number, name in enumerate(ENDINGS):
+    for number, name in enumerate(sys.argv[2:]):
         if not fork_ranks(name, Path(sys.argv[1]) / str(number)):
             break

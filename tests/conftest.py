@@ -29,8 +29,8 @@ T = TypeVar("T")
 torch.set_num_threads(1)
 
 # Times are noisy on shared machines, so no example has a deadline.
-hypothesis.settings.register_profile("paceline", deadline=None)
-hypothesis.settings.load_profile("paceline")
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("soak", deadline=None, max_examples=400)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -38,6 +38,32 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARING = {
     f"test_{name}.py" for name in ("ddp", "killed", "killed_workers", "live_policies", "real_programs", "replay")
 }
+
+
+def soaking(config: pytest.Config) -> bool:
+    """Whether these are the long tests, as ``make soak`` runs them."""
+    return bool(config.getoption("markexpr") == "soak")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is imported, since settings of its own take the rest from the profile."""
+    hypothesis.settings.load_profile("soak" if soaking(config) else "quick")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is long by itself: laws with many examples, and all but one case of a test over Gloo."""
+    over_gloo: set[str] = set()
+    for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        if soaking(config) and hypothesis.is_hypothesis_test(item.function):
+            item.add_marker("soak")
+        if native.available() and hasattr(item, "callspec") and item.callspec.params.get("world") == "gloo":
+            test = item.nodeid.partition("[")[0]
+            if test in over_gloo:
+                item.add_marker("soak")
+            over_gloo.add(test)
 
 
 class Scheduling(LoadScopeScheduling):  # type: ignore[misc]

@@ -15,6 +15,7 @@ pytest.importorskip("paceline.native._core", reason="the compiled module was not
 
 import backend_programs as programs
 from backend_processes import DEADLINE, Program, result_of, run_processes, started, wait_for
+from quick import quick
 
 pytestmark = pytest.mark.processes
 
@@ -44,15 +45,15 @@ def kill_one(program: Program, directory: Path, seed: int) -> None:
             assert failed - killed < NOTICE_SECONDS
 
 
-def test_a_killed_rank_is_named_in_time(tmp_path: Path) -> None:
-    for seed in range(10):
-        kill_one(programs.mixed_until_failure, tmp_path / str(seed), seed)
+@pytest.mark.parametrize("seed", quick(range(10), 0, 1))
+def test_a_killed_rank_is_named_in_time(seed: int, tmp_path: Path) -> None:
+    kill_one(programs.mixed_until_failure, tmp_path / "ranks", seed)
 
 
-def test_a_killed_rank_fails_the_others_under_ddp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", quick(range(8), 0))
+def test_a_killed_rank_fails_the_others_under_ddp(seed: int, tmp_path: Path) -> None:
     """PyTorch's own, unmodified: the failed future must raise there, and not crash."""
-    for seed in range(8):
-        kill_one(programs.ddp_until_failure, tmp_path / str(seed), seed)
+    kill_one(programs.ddp_until_failure, tmp_path / "ranks", seed)
 
 
 def test_a_slow_rank_is_waited_for_and_then_named(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from paceline.report.table import print_table
 pytestmark = pytest.mark.processes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted(path.name for path in (REPOSITORY / "benchmarks").glob("*.py") if "__main__" in path.read_text())
 PARTS = ("forward", "backward", "communication", "waited", "optimizer")
 
 
@@ -57,10 +58,21 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return Scripts(capsys, monkeypatch)
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_says_how_it_is_called(
+    script: str, run: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(REPOSITORY / "benchmarks" / script), run_name="__main__")
+    assert ended.value.code == 0 and script in capsys.readouterr().out
+
+
 def positive(row: dict[str, Any], *keys: str) -> bool:
     return all(row[key] > 0 for key in keys)
 
 
+@pytest.mark.soak
 def test_equality(run: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
     """One run fails, with a bound that rounding breaks; its rows are good enough for a bound that is not."""
     found = run("equality.py", "--bound", "0", code=1)
@@ -78,6 +90,7 @@ def test_equality(run: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["ranks_agree"] is True and row["workers"] == 2
 
 
+@pytest.mark.soak
 def test_bench_step(run: Scripts) -> None:
     rows = run.bench("step")["rows"]
     ways = {row["way"]: row for row in rows}
@@ -95,6 +108,7 @@ def test_bench_collectives(run: Scripts) -> None:
         assert positive(row, "ours_us", "any_us", "gloo_us", "ours_ratio", "any_ratio", "bandwidth_share")
 
 
+@pytest.mark.soak
 def test_bench_server(run: Scripts) -> None:
     found = run.bench("server")
     rows = found["rows"]
@@ -103,12 +117,14 @@ def test_bench_server(run: Scripts) -> None:
     assert all(row["bytes"] == 4096 and positive(row, "trip_us", "per_second", "rpc_ratio") for row in rows)
 
 
+@pytest.mark.soak
 def test_live_server(run: Scripts) -> None:
     (row,) = run("live_server.py")["rows"]
     assert (row["policy"], row["k"], row["staleness"], row["stale_off"]) == ("k-sync", 2, 0, None)
     assert positive(row, "commits", "expected", "virtual", "interval")
 
 
+@pytest.mark.soak
 def test_live_kills(run: Scripts) -> None:
     found = run("live_kills.py", code=None)
     assert found["code"] == 0 and found["kills"] == 2
@@ -123,12 +139,14 @@ def check_sweep(found: dict[str, Any]) -> None:
         assert all(row[f"{part}_ms"] >= 0 for part in PARTS)
 
 
+@pytest.mark.soak
 def test_bucket_sweep(run: Scripts) -> None:
     found = run("bucket_sweep.py")
     assert found["hosts"] == 1
     check_sweep(found)
 
 
+@pytest.mark.soak
 def test_bucket_sweep_on_two_hosts(run: Scripts) -> None:
     found = run("bucket_sweep.py", "--two-hosts")
     if "skipped" in found:
@@ -137,6 +155,7 @@ def test_bucket_sweep_on_two_hosts(run: Scripts) -> None:
     check_sweep(found)
 
 
+@pytest.mark.soak
 def test_scaling(run: Scripts) -> None:
     found = run("scaling.py")
     assert [(row["scaling"], row["workers"]) for row in found["rows"]] == [
@@ -176,6 +195,7 @@ def test_ada_sync(run: Scripts) -> None:
     assert all(row["ratio"] == row["ada"] / row["best"] for row in found["rows"])
 
 
+@pytest.mark.soak
 def test_replay(run: Scripts) -> None:
     found = run("replay.py")
     (row,) = found["rows"]
@@ -186,6 +206,7 @@ def test_replay(run: Scripts) -> None:
     assert positive(found["recording"], "pushes_per_second", "recorded_per_second")
 
 
+@pytest.mark.soak
 def test_server_kills(run: Scripts) -> None:
     found = run("server_kills.py")
     assert found["server_kills"] == found["worker_kills"] == found["servers_found"] == 1

@@ -17,7 +17,10 @@ SCRIPT = str(REPOSITORY / "examples" / "digits.py")
 
 @pytest.mark.parametrize(
     ("command", "steps"),
-    [([SCRIPT], 230), (["-m", "paceline", "run", "--workers", "2", SCRIPT], 120)],
+    [
+        pytest.param([SCRIPT], 230, marks=pytest.mark.soak),
+        (["-m", "paceline", "run", "--workers", "2", SCRIPT], 120),
+    ],
     ids=["alone", "two workers"],
 )
 def test_the_loop_of_the_readme_learns(command: list[str], steps: int) -> None:

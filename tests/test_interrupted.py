@@ -16,6 +16,7 @@ from typing import Any
 import loops
 import pytest
 from loops import Parts, train_by_session
+from quick import quick
 from same_bits import assert_same, difference, metrics_of
 from torch import nn
 from torch.utils.data import DataLoader
@@ -94,12 +95,13 @@ def resumed(case: str, run: Path) -> Any:
     return parts.state()
 
 
+@pytest.mark.parametrize("lines", quick([6, 40], 6))
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_killed_at_any_line_ends_with_the_same_bits(case: str, tmp_path: Path) -> None:
+def test_a_run_killed_at_any_line_ends_with_the_same_bits(case: str, lines: int, tmp_path: Path) -> None:
     """A copy of the directory at a moment is what a kill at that moment leaves."""
     accumulate, options = CASES[case]
     expected, num_lines = whole_run(case, tmp_path / "whole")
-    chosen = set(random.Random(1).sample(range(1, num_lines), 20))
+    chosen = set(random.Random(1).sample(range(1, num_lines), lines))
     run = tmp_path / "run"
 
     def copy(line: int, _: FrameType) -> None:
@@ -128,14 +130,15 @@ def test_a_killed_run_can_always_be_told_how_it_was_started(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # interrupted while closing a file
+@pytest.mark.parametrize("lines", quick([12, 80], 12))
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_interrupted_at_any_line_ends_with_the_same_bits(case: str, tmp_path: Path) -> None:
+def test_a_run_interrupted_at_any_line_ends_with_the_same_bits(case: str, lines: int, tmp_path: Path) -> None:
     accumulate, options = CASES[case]
     expected, num_lines = whole_run(case, tmp_path / "whole")
     gc.collect()
     gc.freeze()  # all that this run has imported: each collection below looks at what came after
     wrong = {}
-    for line in random.Random(2).sample(range(1, num_lines), 40):
+    for line in random.Random(2).sample(range(1, num_lines), lines):
         run = tmp_path / str(line)
         where = [""]
 
@@ -158,4 +161,4 @@ def test_a_run_interrupted_at_any_line_ends_with_the_same_bits(case: str, tmp_pa
         bits = difference(found, expected)
         if bits is not None or metrics_of(run) != metrics_of(tmp_path / "whole"):
             wrong[where[0]] = bits or "metrics differ"
-    assert wrong == {}, f"{len(wrong)} of 40"
+    assert wrong == {}, f"{len(wrong)} of {lines}"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from processes import DEADLINE, ENVIRONMENT, started, wait_for_checkpoint
+from quick import quick
 from same_bits import assert_same, metrics_of
 
 from paceline.commands.cli import main
@@ -74,13 +75,14 @@ def undisturbed(command: list[str], tmp_path_factory: pytest.TempPathFactory) ->
     return final(run)
 
 
+@pytest.mark.parametrize("kills", quick([1, 3], 1))
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(
-    command: list[str], undisturbed: Any, tmp_path: Path
+    kills: int, command: list[str], undisturbed: Any, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     dice = random.Random()
     arguments = [*command, "--save-every", "7", "--run", str(run)]
-    for _ in range(2):
+    for _ in range(kills):
         before = CheckpointFolder(run / "checkpoints").files()
         done = int(before[-1].stem.removeprefix("step-")) if before else -1
         with started(["train", *arguments], **TO_BE_ENDED) as process:
@@ -93,7 +95,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
     assert_same(final(run), undisturbed)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", quick(["SIGINT", "SIGTERM"], "SIGINT"))
 def test_an_interrupted_run_says_how_to_go_on_and_does(
     name: str, command: list[str], undisturbed: Any, tmp_path: Path
 ) -> None:
@@ -134,6 +136,7 @@ subprocess.run(["cp", "-r", str(run), sys.argv[1] + "-kept"], check=True)
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a mount of its own")
 def test_a_run_that_fills_the_disk_stops_clearly_and_goes_on_when_there_is_room(
     command: list[str], undisturbed: Any, tmp_path: Path

@@ -176,7 +176,9 @@ def kill_at_random(training: Training, dice: random.Random, *, workers: int, sup
         assert wait_until_gone(mark) == []
 
 
-@pytest.mark.parametrize(("command", "supervisor_alone"), [("train", False), ("run", True)])
+@pytest.mark.parametrize(
+    ("command", "supervisor_alone"), [pytest.param("train", False, marks=pytest.mark.soak), ("run", True)]
+)
 def test_as_many_workers_end_with_the_same_bits(
     command: str, supervisor_alone: bool, undisturbed: Training, dice: random.Random, tmp_path: Path
 ) -> None:
@@ -187,6 +189,7 @@ def test_as_many_workers_end_with_the_same_bits(
     assert training.step_metrics() == undisturbed.step_metrics()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("command", "workers"), [("train", 1), ("run", 3)])
 def test_another_number_of_workers_sees_every_sample_once_an_epoch(
     command: str, workers: int, dice: random.Random, tmp_path: Path

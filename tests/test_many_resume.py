@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import World
 from joined_batch import CASES, Odd, adam, assert_close, backward, copy_for
+from quick import in_turn
 from same_bits import assert_same, metrics_of
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -84,8 +85,7 @@ def state(result: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name != "parameters"}
 
 
-@pytest.mark.parametrize("stop", [1, 3])
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("workers", "stop"), in_turn([2, 3], [1, 3]))
 @pytest.mark.parametrize(("build", "own_batches"), [(WithStatistics, False), (Odd, False), (WithStatistics, True)])
 def test_as_many_workers_go_on_bit_for_bit(
     world: World, build: Any, own_batches: bool, workers: int, stop: int, tmp_path: Path

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from programs import Launch, launch
+from quick import quick
 from torch import Tensor
 
 from paceline import native
@@ -22,6 +23,8 @@ pytestmark = [
 
 TWO_RANKS = [
     "data_parallel_programs:ddp",
+    "sharded_programs:fsdp",
+    "collective_programs:functional_collectives",
     "data_parallel_programs:ddp_bucket_views",
     "data_parallel_programs:ddp_unused_parameters",
     "data_parallel_programs:ddp_no_sync",
@@ -32,7 +35,6 @@ TWO_RANKS = [
     "data_parallel_programs:ddp_compiled",
     "data_parallel_programs:zero_redundancy",
     "data_parallel_programs:post_local_sgd",
-    "sharded_programs:fsdp",
     "sharded_programs:fsdp_bfloat16",
     "sharded_programs:fsdp_full_state",
     "sharded_programs:first_fsdp",
@@ -47,7 +49,6 @@ TWO_RANKS = [
     "checkpoint_programs:save",
     "checkpoint_programs:load",
     "checkpoint_programs:save_asynchronously",
-    "collective_programs:functional_collectives",
     "collective_programs:gradients_through_collectives",
     "collective_programs:compiled_collectives",
     "collective_programs:objects",
@@ -65,6 +66,8 @@ FOUR_RANKS = [
     "collective_programs:ring_of_messages",
 ]
 
+QUICK = TWO_RANKS[:3]
+
 Launches = dict[str, Launch]
 
 
@@ -74,8 +77,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_two(directory: Path) -> Launches:
-    return {backend: launch(backend, 2, directory / backend, TWO_RANKS) for backend in ("gloo", "paceline")}
+def on_two(directory: Path, request: pytest.FixtureRequest) -> Launches:
+    """What the quick programs left behind, or all of them if a test of this run is for others too."""
+    wanted = {item.callspec.params.get("program") for item in request.session.items if hasattr(item, "callspec")}
+    programs = QUICK if wanted.isdisjoint(set(TWO_RANKS) - set(QUICK)) else TWO_RANKS
+    return {backend: launch(backend, 2, directory / backend, programs) for backend in ("gloo", "paceline")}
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +89,14 @@ def on_four(directory: Path, on_two: Launches) -> Launches:
     return {backend: launch(backend, 4, directory / backend, FOUR_RANKS) for backend in on_two}
 
 
-@pytest.mark.parametrize("program", TWO_RANKS)
+@pytest.mark.parametrize("program", quick(TWO_RANKS, *QUICK))
 def test_two_ranks_compute_the_same_bits(program: str, on_two: Launches) -> None:
     for gloo, ours in zip(on_two["gloo"].results(program), on_two["paceline"].results(program), strict=True):
         assert gloo.keys() == ours.keys()
         assert [name for name in gloo if not torch.equal(gloo[name], ours[name])] == []
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("program", FOUR_RANKS)
 def test_four_ranks_compute_the_same_but_for_the_order_of_additions(program: str, on_four: Launches) -> None:
     for gloo, ours in zip(on_four["gloo"].results(program), on_four["paceline"].results(program), strict=True):
@@ -99,6 +106,7 @@ def test_four_ranks_compute_the_same_but_for_the_order_of_additions(program: str
         } == {}
 
 
+@pytest.mark.soak
 def test_a_checkpoint_is_loaded_as_it_was_saved_on_any_number_of_ranks(on_two: Launches, on_four: Launches) -> None:
     saved = on_two["paceline"].results("checkpoint_programs:save")[0]
     loaded = [of_all["paceline"].results("checkpoint_programs:load") for of_all in (on_two, on_four)]

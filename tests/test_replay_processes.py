@@ -15,7 +15,7 @@ from recorded import problem_file
 
 from paceline.record.trace import Began, Hashed, Joined, Left, Trace
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.soak]
 
 DELAY = ("--delay", "0.5+exp(1) slow(1, 2)", "--delay-unit", "2ms")
 

@@ -50,6 +50,7 @@ def record(policy: str, *arguments: str, workers: int = 2, **variables: str) -> 
 
 
 @pytest.mark.processes
+@pytest.mark.soak
 def test_a_script_replays_to_the_last_bit_and_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the script prints is the same too: cancelled steps are cancelled again, and means are the same."""
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import Crash, Parts, train_by_session
+from quick import in_turn
 from same_bits import assert_same, metrics_of
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
@@ -131,8 +132,7 @@ def start(build: Callable[[], Parts], seed: int) -> Parts:
     return build()
 
 
-@pytest.mark.parametrize("seed", [None, 11])
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize(("case", "seed"), in_turn(RESUMED, [None, 11]))
 def test_a_resumed_run_is_the_run_that_never_crashed(case: str, seed: int | None, tmp_path: Path) -> None:
     """Crashes in mid-epoch, at an epoch's end, and again; all that is made anew starts from other bits."""
     build = RESUMED[case]

@@ -128,6 +128,7 @@ def test_a_run_over_two_hosts_refuses_who_has_not_the_token_and_is_unharmed(run:
     assert "refused a stranger" in served
 
 
+@pytest.mark.soak
 def test_a_worker_killed_on_the_other_host_is_missed(run: Run) -> None:
     server, workers = run.serve("sync", pause=0.05), run.join("sync", pause=0.05)
     files = run.wait_for_workers(server, workers)
@@ -142,6 +143,7 @@ def test_a_worker_killed_on_the_other_host_is_missed(run: Run) -> None:
     ended(server)
 
 
+@pytest.mark.soak
 def test_a_host_that_vanishes_is_missed_and_its_worker_comes_back(run: Run) -> None:
     """Nothing closes its connections: only its silence tells."""
     server = run.serve("sync", pause=0.05)

@@ -46,6 +46,7 @@ def test_a_compiled_model_is_the_compiled_loop_by_hand(tmp_path: Path) -> None:
     assert_equal_loops(compiled("aot_eager"), run=tmp_path / "run")
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own making
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_too() -> None:

@@ -60,7 +60,7 @@ GOING_BACK = (1, "recover", "before", 0)
 @pytest.mark.parametrize(
     ("policy", "plan"),
     [
-        ("k-async(k=2)", [NOT_DECIDED, GOING_BACK]),
+        pytest.param("k-async(k=2)", [NOT_DECIDED, GOING_BACK], marks=pytest.mark.soak),
         ("sync", [NOT_ANSWERED]),
     ],
 )

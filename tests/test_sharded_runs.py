@@ -65,6 +65,7 @@ def final_weights(run: Path) -> list[torch.Tensor]:
     return list(read_checkpoint(last)["trainee"]["model"].values())
 
 
+@pytest.mark.soak
 def test_samples_are_used_once_and_pulls_are_one_version_though_servers_die_and_a_worker_in_mid_push(
     bench: Bench,
 ) -> None:
@@ -115,6 +116,7 @@ def in_step(session):
     assert ended.err.endswith("ZeroDivisionError: division by zero\n") and "is gone" not in ended.err
 
 
+@pytest.mark.soak
 def test_the_command_and_a_worker_from_elsewhere(tmp_path: Path) -> None:
     """Over TCP, with a server and another beside it, both killed; the worker knows the address of the first alone."""
     script, token = tmp_path / "script.py", tmp_path / "token"

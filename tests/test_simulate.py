@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick import in_turn
 
 from paceline.commands.cli import main
 from paceline.errors import UsageError
@@ -269,8 +270,13 @@ runpy.run_module("paceline", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("command", [["simulate", "--commits", "5"], ["study", "stragglers", "--iterations", "5"]])
-@pytest.mark.parametrize("module", ["click", "numpy", "torch", "torch.distributed", "paceline.studies.terminal"])
+@pytest.mark.parametrize(
+    ("module", "command"),
+    in_turn(
+        ["click", "numpy", "torch", "torch.distributed", "paceline.studies.terminal"],
+        [["simulate", "--commits", "5"], ["study", "stragglers", "--iterations", "5"]],
+    ),
+)
 def test_ctrl_c_while_importing_is_not_lost(command: list[str], module: str, tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-c", PRESS_WHILE_IMPORTING, module, *command], capture_output=True, text=True, cwd=tmp_path

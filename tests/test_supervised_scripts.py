@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick import quick
 from workbench import Bench, workbench
 
 from paceline.launch.supervisor import supervise
@@ -193,7 +194,7 @@ def listening_addresses(sockets: set[str]) -> set[str]:
     return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", quick([2, 4], 2))
 def test_a_process_group_meets_through_our_store_on_the_loopback_only(bench: Bench, workers: int) -> None:
     processes = {os.getpid()}
     before = sockets_of(os.getpid())  # of earlier tests
@@ -231,8 +232,8 @@ def test_a_process_group_meets_through_our_store_on_the_loopback_only(bench: Ben
     ("ending", "message"),
     [
         ("raise ValueError('the cause')", "ValueError: the cause"),
-        ("sys.exit(3)", "worker 1 exited with code 3"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "worker 1 was killed by SIGKILL"),
+        pytest.param("sys.exit(3)", "worker 1 exited with code 3", marks=pytest.mark.soak),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "worker 1 was killed by SIGKILL", marks=pytest.mark.soak),
     ],
 )
 def test_the_culprit_in_a_process_group(bench: Bench, ending: str, message: str) -> None:

@@ -26,6 +26,7 @@ def benchmarks_hosts() -> ModuleType:
 
 
 @pytest.mark.processes
+@pytest.mark.soak
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2")
 def test_two_hosts_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS.parent))
