@@ -19,7 +19,7 @@ from paceline.server.parts import ConnectionLost, OtherParts
 from paceline.store.gathering import Filled, fill_push, read_parameters
 from paceline.store.in_place import Gradients, Parameters
 from paceline.store.layout import Arena, ModelLayouts
-from paceline.store.memory import SharedMemory, is_over
+from paceline.store.memory import Copied, SharedMemory, is_over
 from paceline.transport import messages as wire
 from paceline.transport.channel import Sealing
 from paceline.transport.connections import Connection
@@ -37,6 +37,7 @@ _TIME_TO_CONNECT = 2.0  # of one attempt
 _VANISHED_AFTER = 4.0  # seconds without any answer of the server's host
 _TIME_FOR_LAST_WORDS = 0.5
 _TICK = 0.5  # seconds between two looks at whether the connection still stands
+_TIME_FOR_A_COMMIT = 0.001  # seconds between two attempts to read while the server does not wait for us
 
 M = TypeVar("M", bound=wire.Message)
 
@@ -237,12 +238,28 @@ class Client:
             self._parameters.take(self._came)
             self.version = version
             return True
-        with self._memory.reading() as whole:
-            if not whole:
-                return False
+        return self._read_shared()
+
+    def _read_shared(self) -> bool:
+        """Copy the parameters out of the memory, again if a commit has overtaken us."""
+        found, fits = -1, False
+
+        def copy() -> None:
+            nonlocal found, fits
             read_parameters(self._layouts, self._parameter_views)
-            self.version = self._memory.version
-            return self._others is None or self._others.read(self.version)
+            found = self._memory.version
+            fits = self._others is None or self._others.read(found)
+
+        while (copied := self._memory.read(self.rank, copy)) is Copied.OVERTAKEN:
+            if self.cancelled():
+                return False
+            time.sleep(_TIME_FOR_A_COMMIT)
+        if copied is Copied.TORN:
+            return False
+        if not fits:  # the first server's lock keeps all from commits while we read
+            raise CommError(f"worker {self.rank}: the servers have different versions of the parameters")
+        self.version = found
+        return True
 
     def _read_others(self, version: int) -> bool:
         assert self._others is not None and self._connection is not None

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.errors import CommError, PacelineError, UsageError, WireError
+from paceline.errors import PacelineError, UsageError, WireError
 from paceline.policies import messages as decided
 from paceline.policies.server import ServerPolicy
 from paceline.policies.state import NOT_YET
@@ -44,7 +44,8 @@ logger = logging.getLogger("paceline")
 
 _TICK = 0.2  # seconds between two looks at whether we are asked to stop
 _LONGEST_ABSENCE = 600.0  # seconds that workers from elsewhere have to miss a server that was replaced, and come back
-_LONGEST_READ = 60.0  # seconds that a worker may take to copy the parameters
+_LONGEST_READ = 1.0  # seconds that a worker may take to copy the parameters, beside their size
+_SLOWEST_COPY = 2**30  # bytes in a second
 _MOST_EXAMPLES = 2**32  # of one push: its gradients are multiplied by them
 _LONGEST_REASON = 2000  # characters: names in it come from others, and a message has to hold it
 
@@ -469,8 +470,7 @@ class LiveServer:
 
     def _commit(self, commit: decided.Commit) -> None:
         self._listener.keep_what_waits()
-        if not self._memory.try_writing(_LONGEST_READ):
-            raise CommError(f"a worker has been copying the parameters for {_LONGEST_READ:.0f} s; is it stopped?")
+        self._keep_from_reading()
         began = time.monotonic()
         rate = self._host.rate()
         self._double_buffer.before_update()
@@ -490,6 +490,17 @@ class LiveServer:
         for parameter in self._layouts.trained:  # zero_grad of an optimizer also prepares for a profiler
             parameter.grad = None
         self._tell(commit, rate, time.monotonic() - began)
+
+    def _keep_from_reading(self) -> None:
+        """Let nobody read until the commit is made; it is not the policy's to wait for a worker that is stopped."""
+        longest = _LONGEST_READ + self._down_bytes / _SLOWEST_COPY
+        for rank in self._memory.begin_writing(longest):
+            logger.warning(
+                "worker %d has been copying the parameters for more than %.0f s; is it stopped? Commits go on, and it "
+                "has to read them again",
+                rank,
+                longest,
+            )
 
     def _update_with_others(self, shards: Shards) -> None:
         """Make our part of a commit while the other servers make theirs."""

@@ -1,19 +1,25 @@
 """Memory that the server shares with the workers of its host: the parameters once, and a slot for each one's gradients.
 
-It is a file without a name, which their supervisor opens and hands down to them. Whoever reads the parameters holds a
-lock on it that others may hold too, the server while it changes them one for itself alone; the kernel takes a lock
-from a process that dies. A mark that stays behind then says that the parameters are torn.
+It is a file without a name, which their supervisor opens and hands down to them. Each worker has a byte of it to lock
+while it reads the parameters; the server locks all of these bytes while it changes them. The kernel takes a lock from a
+process that dies. A mark that stays behind then says that the parameters are torn.
+
+A worker that is stopped while it reads keeps its lock. The server waits for it no longer than a copy takes, and then
+makes the commit all the same: it has *overtaken* that worker. A word tells the worker so once it has copied, and what
+it has copied is void. The word is written before the server tries the lock a last time, and read after the worker has
+given its lock up. The kernel puts these two calls in an order, on any processor: either the worker sees the word, or it
+had copied everything before the server changed anything.
 """
 
 from __future__ import annotations
 
-import contextlib
+import enum
 import fcntl
 import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,8 +29,18 @@ from paceline.errors import CommError
 _OVER = 56  # where in the head a byte says that the server has ended
 _CHANGING = 57  # ... and one that it is changing the parameters
 HEAD = 1 << 16  # the version, that, and from byte 64 on what the supervisor notes; the parameters come behind it
-_VERSION = struct.Struct("@Q")  # native: written by one instruction
-_PATIENCE = 0.00005  # seconds between two looks at a lock
+_WORD = struct.Struct("@Q")  # native: written by one instruction
+_WORDS_OF_RANK = 2  # how often it was overtaken, counted twice, odd while a commit is under way; what it knows of that
+_PAUSE = 0.00005  # seconds between two looks at a lock
+_MOST_PATIENCE = 60.0  # seconds for one copy
+
+
+class Copied(enum.Enum):
+    """What has come of copying the parameters."""
+
+    WHOLE = enum.auto()
+    OVERTAKEN = enum.auto()  # it took too long, and the server has changed them meanwhile: copy again
+    TORN = enum.auto()  # their server was killed while it changed them
 
 
 def mark_over(file: int) -> None:
@@ -41,8 +57,9 @@ class SharedMemory:
     """A view of the file: ``down`` and the slots are tensors of bytes, ``version`` is that of the parameters."""
 
     def __init__(self, file: int, *, down: int, up: int, slots: int, create: bool = False) -> None:
-        self._file = file
-        size = HEAD + down + slots * up
+        self._file, self._ranks = file, range(slots)
+        self._words = HEAD + down + slots * up
+        size = self._words + slots * _WORDS_OF_RANK * _WORD.size
         if create:
             try:
                 os.posix_fallocate(file, 0, size)  # too little memory is told now, not by a signal later
@@ -55,6 +72,9 @@ class SharedMemory:
         self._whole = torch.frombuffer(self._mapped, dtype=torch.uint8)
         self.down = self._whole[HEAD : HEAD + down]
         self._slots = [self._whole[HEAD + down + slot * up :][:up] for slot in range(slots)]
+        # By whoever was killed, if we are the server in its place.
+        self._overtaken = [rank for rank in self._ranks if self._times(rank) % 2]
+        self._patience: dict[int, float] = {}  # seconds for the next copy of those whose last one was overtaken
 
     def slot(self, rank: int) -> Tensor:
         """Where the worker of this rank puts its gradients."""
@@ -62,36 +82,93 @@ class SharedMemory:
 
     @property
     def version(self) -> int:
-        return int(_VERSION.unpack_from(self._mapped)[0])
+        return self._word(0)
 
     @version.setter
     def version(self, version: int) -> None:
-        _VERSION.pack_into(self._mapped, 0, version)
+        _WORD.pack_into(self._mapped, 0, version)
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[bool]:
-        """The parameters stay as they are inside the block; False if they are torn, since their server was killed."""
-        fcntl.lockf(self._file, fcntl.LOCK_SH)
+    # A worker ------------------------------------------------------------------------------------------------
+
+    def read(self, rank: int, copy: Callable[[], None]) -> Copied:
+        """Copy the parameters by ``copy``; what it copied is of use only if this gives ``WHOLE``."""
+        times = self._times(rank)
+        fcntl.lockf(self._file, fcntl.LOCK_SH, 1, rank)
         try:
-            yield not self._mapped[_CHANGING]
+            if times % 2 or times != self._times(rank):
+                return Copied.OVERTAKEN
+            self._set_known_times(rank, times)
+            if self._mapped[_CHANGING]:
+                return Copied.TORN
+            copy()
         finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+        return Copied.WHOLE if times == self._times(rank) else Copied.OVERTAKEN
 
-    def try_writing(self, seconds: float) -> bool:
-        """Wait until nobody reads and keep others from it until ``wrote``; False if somebody reads for too long."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_PATIENCE)
-                continue
-            self._mapped[_CHANGING] = 1
-            return True
+    # The server ----------------------------------------------------------------------------------------------
+
+    def begin_writing(self, seconds: float) -> list[int]:
+        """Wait until nobody reads, and keep others from it until ``wrote``.
+
+        Workers that read for longer than ``seconds`` are overtaken; those whose copy this makes void are given.
+        """
+        began = time.monotonic()
+        held = [] if self._try_lock(0, len(self._ranks)) else list(self._ranks)
+        while held := [rank for rank in held if not self._try_lock(rank)]:
+            waited = time.monotonic() - began
+            if all(waited > self._patience_for(rank, seconds) for rank in held):
+                break
+            time.sleep(_PAUSE)
+        late = [rank for rank in held if self._knows(rank)]
+        self._overtake(held)
+        for rank in late:  # its next copy has more time: it may be slow, and not stopped
+            self._patience[rank] = min(2 * self._patience.get(rank, seconds), _MOST_PATIENCE)
+        for rank in [rank for rank in self._patience if self._knows(rank)]:
+            del self._patience[rank]
+        self._mapped[_CHANGING] = 1
+        return late
 
     def wrote(self) -> None:
         """The parameters are whole: let others read again."""
         self._mapped[_CHANGING] = 0
         fcntl.lockf(self._file, fcntl.LOCK_UN)
+        for rank in self._overtaken:
+            self._set_times(rank, self._times(rank) + 1)
+        self._overtaken = []
+
+    def _overtake(self, ranks: list[int]) -> None:
+        """Go on although workers hold their locks; one that gives it up right now copies again for nothing."""
+        for rank in ranks:
+            self._set_times(rank, self._times(rank) + 1)
+        self._overtaken = ranks
+        for rank in ranks:
+            self._try_lock(rank)
+
+    def _try_lock(self, start: int, ranks: int = 1) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, ranks, start)
+        except OSError:
+            return False
+        return True
+
+    def _patience_for(self, rank: int, seconds: float) -> float:
+        """How long to wait for a worker: not at all if it still reads what was overtaken before."""
+        return self._patience.get(rank, seconds) if self._knows(rank) else -1.0
+
+    # Words ---------------------------------------------------------------------------------------------------
+
+    def _times(self, rank: int) -> int:
+        return self._word(self._words + rank * _WORDS_OF_RANK * _WORD.size)
+
+    def _set_times(self, rank: int, times: int) -> None:
+        _WORD.pack_into(self._mapped, self._words + rank * _WORDS_OF_RANK * _WORD.size, times)
+
+    def _knows(self, rank: int) -> bool:
+        """Whether a worker has begun to read since it was last overtaken."""
+        return self._word(self._words + (rank * _WORDS_OF_RANK + 1) * _WORD.size) == self._times(rank)
+
+    def _set_known_times(self, rank: int, times: int) -> None:
+        _WORD.pack_into(self._mapped, self._words + (rank * _WORDS_OF_RANK + 1) * _WORD.size, times)
+
+    def _word(self, place: int) -> int:
+        return int(_WORD.unpack_from(self._mapped, place)[0])
