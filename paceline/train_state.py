@@ -41,15 +41,16 @@ class TrainState:
             for parameter in parameters_of(optimizer):  # the same, and no preparing for a profiler
                 parameter.grad = None
 
-    def update(self, closure: Callable[[], Tensor] | None = None) -> None:
+    def update(self, closure: Callable[[], Tensor] | None = None, *, clipped: bool = False) -> None:
         """Make one step from the gradients that lie in the parameters, as a hand-written loop would.
 
         An optimizer that evaluates the loss itself, such as LBFGS, gets them through ``closure`` instead.
+        ``clipped``: they are clipped already.
         """
         if closure is not None:
             self._update_by(closure)
             return
-        if self.clip_norm is not None:
+        if self.clip_norm is not None and not clipped:
             self._clip(self.clip_norm)
         for optimizer in self.optimizers:
             if self.scaler is not None:

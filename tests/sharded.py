@@ -89,6 +89,7 @@ class ShardedCluster(Cluster):
                 token=TOKEN,
                 workers=options["workers"],
                 version=options["version"],
+                adds_up=True,
             )
         return super().make_server(**options, shards=self.shards)
 

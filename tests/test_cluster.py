@@ -235,7 +235,7 @@ def test_a_run_needs_an_end_and_a_commit() -> None:
 # The same seed, and the same run however it is cut -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"ada-sync"}))
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"ada-sync", "local-sgd"}))
 def test_the_same_seed_is_the_same_run(policy: str) -> None:
     text = {"ssp": "ssp(bound=1)"}.get(policy, f"{policy}(k=3)" if policy.startswith("k-") else policy)
     first, again, other = (as_record(run(text, commits=60, seed=seed)) for seed in (1, 1, 2))

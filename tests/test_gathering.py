@@ -1,4 +1,4 @@
-"""The mean of the pushes of a commit, and the tensors that travel."""
+"""The tensors that travel."""
 
 from __future__ import annotations
 
@@ -7,32 +7,8 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.store.gathering import MeanOfPushes, fill_push
+from paceline.store.gathering import fill_push
 from paceline.store.layout import Arena, ModelLayouts
-
-
-def mean_of(dtype: torch.dtype, pushes: list[tuple[float, int]]) -> float:
-    """The mean of pushes that are one number, each with its examples."""
-    model = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=dtype))])
-    layouts = ModelLayouts(model)
-    gathered = MeanOfPushes(layouts)
-    for number, examples in pushes:
-        push = Arena(layouts.up, torch.zeros(layouts.up.nbytes, dtype=torch.uint8))
-        push.views[0].fill_(number)
-        gathered.add(push, examples, b"\1")
-    gathered.put()
-    gradient = model[0].grad
-    assert gradient is not None and gradient.dtype == dtype
-    return float(gradient[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "pushes", [[(100.0, 1), (200.0, 512)], [(200.0, 512), (100.0, 1)], [(1e4, 64)] * 8, [(1.0, 3)] * 301]
-)
-def test_means_are_right_in_every_precision(dtype: torch.dtype, pushes: list[tuple[float, int]]) -> None:
-    wanted = sum(number * examples for number, examples in pushes) / sum(examples for _, examples in pushes)
-    assert mean_of(dtype, pushes) == pytest.approx(wanted, rel=0.01)
 
 
 class Replaces(nn.Module):

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
-from paceline.policies import POLICIES
+from paceline.policies import POLICIES, AllReduce, ServerPolicy
 from paceline.problems import Metric, Problem, load_problem
 from paceline.problems.synthetic import make_quadratic
 from paceline.seeding import derive_seed, seed_streams
@@ -31,6 +31,9 @@ BATCH = 16
 def course(problem: Problem | None = None, **changes: Any) -> TrainingPlan:
     settings: dict[str, Any] = {"optimizer": SGD, "batch_size": BATCH, "points": 4, **changes}
     return TrainingPlan(problem=problem or load_problem("logistic"), **settings)
+
+
+SIMULATED = sorted(name for name, kind in POLICIES.items() if issubclass(kind, AllReduce | ServerPolicy))
 
 
 def lesson(
@@ -98,7 +101,9 @@ def test_gradients_are_of_the_parameters_as_read() -> None:
     assert torch.allclose(parameters(found), versions[-1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize(
+    "name", sorted(name for name, kind in POLICIES.items() if issubclass(kind, AllReduce | ServerPolicy))
+)
 def test_the_same_seed_gives_the_same_bytes(name: str) -> None:
     policy = {"ssp": "ssp(bound=1)", "ada-sync": "ada-sync(window=2)"}.get(name, name)
     policy = f"{name}(k=3)" if name.startswith("k-") else policy
@@ -211,7 +216,7 @@ def test_mistakes() -> None:
     with pytest.raises(UsageError, match="batch size must be at least 1"):
         course(batch_size=0)
     with pytest.raises(UsageError, match="LBFGS"):
-        GradientWork(load_problem("logistic"), 2, optimizer="lbfgs", batch_size=8, times=(0.0,), seed=0)
+        GradientWork(load_problem("logistic"), 2, optimizer="lbfgs", batch_size=8, times=(0.0,), adds_up=True, seed=0)
     with pytest.raises(UsageError, match="seconds must be above 0"):
         lesson("async", 2, seconds=-1)
 

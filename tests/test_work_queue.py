@@ -195,9 +195,11 @@ def test_what_waits_for_a_commit_is_used_but_not_in_a_checkpoint() -> None:
     queue.describe(num_samples=3, batch_size=1, last="short", shuffle=False)
     for worker in range(3):
         queue.take(worker, epochs=1)
-        queue.push(worker)
+        queue.push(worker, step=7)
     assert queue.finished(epochs=1)
     assert queue.state_dict()["unused"] == [0, 1, 2]
     queue.give_back(0)  # it had nothing any more
-    queue.commit()
+    queue.commit([(2, 7), (0, 7)])
+    assert queue.state_dict()["unused"] == [1]
+    queue.commit([(1, 7)])
     assert queue.state_dict()["unused"] == []

@@ -21,6 +21,7 @@ from paceline.policies.state import ServerState
 class Gather(ServerPolicy):
     """Commit when enough pushes are there."""
 
+    adds_up = True
     counts_batches = False  # several pushes of one worker count; nobody waits for the others
     cancels = False  # work that misses the commit is cancelled, so that no push is ever stale
 

@@ -72,8 +72,16 @@ NOTHING: Actions = ()
 
 def mean_of(pushes: Sequence[Push]) -> Commit:
     """The commit that averages the pushes over their examples."""
-    examples = [*map(EXAMPLES, pushes)]
+    return Commit(tuple(pushes), mean_weights([*map(EXAMPLES, pushes)]))
+
+
+def mean_weights(examples: Sequence[int]) -> tuple[float, ...]:
+    """The weights of a mean over examples, for pushes of so many each.
+
+    >>> mean_weights([3, 1])
+    (0.75, 0.25)
+    """
     if examples.count(examples[0]) == len(examples) and examples[0]:  # as most often: no division for each
-        return Commit(tuple(pushes), (1 / len(examples),) * len(examples))
+        return (1 / len(examples),) * len(examples)
     total = sum(examples)
-    return Commit(tuple(pushes), tuple([count / total if total else 0.0 for count in examples]))
+    return tuple([count / total if total else 0.0 for count in examples])

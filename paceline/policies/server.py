@@ -24,6 +24,7 @@ class ServerPolicy(Policy, ABC):
     """
 
     needs_loss: ClassVar[bool] = False  # decisions depend on the losses that pushes carry
+    adds_up: ClassVar[bool] = False  # every commit is ``mean_of`` all pushes since the last, in the order they came
 
     def begin(self, workers: int) -> ServerState:
         """Make the state of a run that expects the workers 0 to ``workers`` - 1."""

@@ -58,6 +58,7 @@ class SSP(ServerPolicy):
     """
 
     name: ClassVar[str] = "ssp"
+    adds_up = True
 
     bound: int
 

@@ -133,8 +133,16 @@ class Cancelled(NamedTuple):
     step: int
 
 
+class Chose(NamedTuple):
+    """The commit that follows takes this push with this weight; where none is chosen, it averages all by examples."""
+
+    rank: int
+    step: int
+    weight: float
+
+
 class Committed(NamedTuple):
-    """The pushes taken since the last commit were applied: ``version`` is that of the parameters now."""
+    """So many of the pushes taken were applied: ``version`` is that of the parameters now."""
 
     version: int
     pushes: int
@@ -170,7 +178,7 @@ class Ended(NamedTuple):
 
 Record: TypeAlias = (
     Began | Described | Joined | Left | Asked | Given | GivenMore | Pushed | Late | NotFinite | Skipped | Cancelled
-    | Committed | Finished | Averaged | Hashed | Ended
+    | Chose | Committed | Finished | Averaged | Hashed | Ended
 )  # fmt: skip
 
 _FORMATS: dict[int, tuple[type[Record], struct.Struct]] = {
@@ -191,6 +199,7 @@ _FORMATS: dict[int, tuple[type[Record], struct.Struct]] = {
     15: (Hashed, struct.Struct("<Q16s")),
     16: (Ended, struct.Struct("<?")),
     17: (Described, struct.Struct("<QQQ")),
+    18: (Chose, struct.Struct("<IQd")),
 }
 _PACKERS = {kind: (bytes([number]), form.pack) for number, (kind, form) in _FORMATS.items()}
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from paceline.record.trace import (
     Began,
+    Chose,
     Committed,
     Described,
     Ended,
@@ -45,7 +46,8 @@ class RecordedPush:
 
 class RecordedCommit(NamedTuple):
     version: int  # after it
-    pushes: tuple[RecordedPush, ...]  # in the order in which they came
+    pushes: tuple[RecordedPush, ...]  # in the order in which they were applied
+    weights: tuple[float, ...] | None  # None: their mean by examples
 
 
 @dataclass
@@ -85,7 +87,8 @@ class _Reading:
         self.begun = False
         self.given: dict[int, Given] = {}  # by rank: the step under way
         self.batches: dict[int, list[RecordedBatch]] = {}  # of that step
-        self.taken: list[RecordedPush] = []  # and not committed yet
+        self.taken: dict[tuple[int, int], RecordedPush] = {}  # by rank and step: and not committed yet
+        self.chosen: dict[tuple[int, int], float] = {}  # those of the next commit, with their weights
         self.versions: dict[int, int] = {}  # by rank: of the parameters that its last push was computed from
 
     def read(self, records: Iterable[Record]) -> Plan:
@@ -102,6 +105,8 @@ class _Reading:
                     self.batches.setdefault(record.rank, []).append(RecordedBatch(record.epoch, record.batch))
                 case Pushed():
                     self._take(record)
+                case Chose():
+                    self.chosen[record.rank, record.step] = record.weight
                 case Committed():
                     self._commit(record)
                 case Hashed():
@@ -126,7 +131,7 @@ class _Reading:
                 f"version {self.plan.last}"
             )
         self.plan.ended = None
-        self.given, self.batches, self.taken, self.versions = {}, {}, [], {}
+        self.given, self.batches, self.taken, self.chosen, self.versions = {}, {}, {}, {}, {}
 
     def _forget(self, rank: int) -> None:
         self.given.pop(rank, None)
@@ -141,13 +146,15 @@ class _Reading:
         if not self.plan.first <= version <= self.plan.last or not (given.fresh or self.versions.get(rank) == version):
             raise TraceError(f"worker {rank} pushed step {step} on version {version}, which it cannot have had")
         self.versions[rank] = version
-        self.taken.append(RecordedPush(record, tuple(self.batches[rank]), given.fresh))
+        self.taken[rank, step] = RecordedPush(record, tuple(self.batches[rank]), given.fresh)
 
     def _commit(self, record: Committed) -> None:
-        if record.version != self.plan.last + 1 or record.pushes != len(self.taken):
+        keys = [*(self.chosen or self.taken)]
+        if record.version != self.plan.last + 1 or record.pushes != len(keys) or not self.taken.keys() >= {*keys}:
             raise TraceError(
                 f"the trace has a gap: version {record.version} was made of {record.pushes} pushes, and there are "
-                f"{len(self.taken)} after version {self.plan.last}"
+                f"{len(keys)} after version {self.plan.last}"
             )
-        self.plan.commits.append(RecordedCommit(record.version, tuple(self.taken)))
-        self.taken = []
+        pushes, weights = tuple(self.taken.pop(key) for key in keys), tuple(self.chosen.values())
+        self.plan.commits.append(RecordedCommit(record.version, pushes, weights or None))
+        self.chosen = {}

@@ -24,8 +24,10 @@ from paceline.record.fingerprints import hash_of, state_tensors
 from paceline.replay.outcome import Differs, Replayed, ReplayedPush, same_bits
 from paceline.replay.reads import Read, read_versions
 from paceline.server.averages import Average
-from paceline.store.gathering import MeanOfPushes, adopt, examine, publish
+from paceline.store.gathering import adopt, examine
 from paceline.store.layout import Arena, ModelLayouts, memory_of
+from paceline.store.parameter_store import ParameterStore
+from paceline.store.pending import PushKey, Share
 from paceline.train_state import TrainState
 from paceline.transport import messages as wire
 from paceline.transport.listening import Ended, Listener, Peer
@@ -91,7 +93,10 @@ class ReplayServer:
         self._layouts = ModelLayouts(train_state.model)
         self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
         adopt(self._layouts, self._memory)
-        self._gathered = MeanOfPushes(self._layouts)
+        # Where the policy said of each push what it counts for, all are kept until then.
+        adds_up = not any(isinstance(record, traced.Chose) for record in self._records)
+        self._store = ParameterStore(self._train_state, self._layouts, self._memory, adds_up=adds_up)
+        self._shares: list[Share] = []  # that were chosen for the next commit
         self._calls: dict[int, deque[tuple[Peer, wire.Hello]]] = defaultdict(deque)  # of those who want to join
         self._workers: dict[int, _Worker] = {}
         self._ranks: dict[Peer, int] = {}
@@ -180,6 +185,8 @@ class ReplayServer:
                 self._warn(record)
             case traced.Skipped():
                 self._take(record.rank, wire.Skip)
+            case traced.Chose():
+                self._shares.append(Share(PushKey(record.rank, record.step), record.weight))
             case traced.Committed():
                 self._commit(record)
             case traced.Finished():
@@ -201,7 +208,8 @@ class ReplayServer:
                     _kill(worker.process)
                 self._listener.forget(worker.peer)
             self._workers, self._ranks = {}, {}
-            self._gathered = MeanOfPushes(self._layouts)
+            self._store.forget()
+            self._shares = []
 
     def _let_in(self, record: traced.Joined) -> None:
         calls = self._calls[record.rank]
@@ -278,7 +286,8 @@ class ReplayServer:
                 f"{where}: loss {push.loss!r} and gradients with the checksum {checksum:016x}, where the run had "
                 f"{record.loss!r} and {record.checksum:016x}"
             )
-        self._gathered.add(worker.room, push.examples, push.used)
+        key = PushKey(record.rank, record.step)
+        self._store.take(key, worker.room, examples=push.examples, used=push.used)
         if self._keeps_pushes:
             self._keep(record, push, worker.room)
         self._counts["pushes"] += 1
@@ -302,11 +311,8 @@ class ReplayServer:
     def _commit(self, record: traced.Committed) -> None:
         self._wait(self._all_told, f"pushes before version {record.version}")
         self._listener.keep_what_waits()
-        with torch.no_grad():
-            self._gathered.put()
-        self._train_state.update()
-        publish(self._layouts, self._memory)
-        self._train_state.clear_gradients()
+        self._store.commit(self._shares or None)
+        self._shares = []
         self._version, self._committed = record.version, True
         self._counts["commits"] += 1
         if time.monotonic() > self._told_at + _TELL_EVERY:

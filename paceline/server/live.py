@@ -31,10 +31,11 @@ from paceline.server.members import Figures, Member
 from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
 from paceline.store.double_buffer import DoubleBuffer
-from paceline.store.gathering import MeanOfPushes, adopt, examine, publish
+from paceline.store.gathering import adopt, examine
 from paceline.store.layout import Arena, ModelLayouts, memory_of
 from paceline.store.memory import HEAD, SharedMemory
-from paceline.store.shard_state import clip
+from paceline.store.parameter_store import ParameterStore
+from paceline.store.pending import PushKey, Share
 from paceline.train_state import TrainState
 from paceline.transport import messages as wire
 from paceline.transport.listening import Ended, Heard, Listener, Peer
@@ -127,8 +128,7 @@ class LiveServer:
         adopt(self._layouts, self._memory.down, found=found is not None)
         self._memory.version = version
         self._memory.wrote()  # though one who was killed may not have got so far
-        self._gathered = MeanOfPushes(self._layouts)
-        self._only: tuple[Arena, bytes] | None = None  # the push that the next commit consists of
+        self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, adds_up=policy.adds_up)
         self._members: dict[int, Member] = {}
         self._by_peer: dict[Peer, Member] = {}
         self._figures: dict[int, Figures] = {}
@@ -347,7 +347,7 @@ class LiveServer:
             self._trace(traced.Late(member.rank, message.step, message.version))
             member.figures.dropped += 1
             return
-        self._queue.push(member.rank)
+        self._queue.push(member.rank, message.step)
         member.figures.pushes += 1
         member.figures.examples += message.examples
         member.figures.computing_seconds += message.seconds
@@ -356,17 +356,19 @@ class LiveServer:
         )
         self._arrived[push] = now
         self._double_buffer.taken(len(self._arrived))
-        if message.examples and actions and isinstance(actions[0], decided.Commit) and actions[0].pushes == (push,):
-            self._only = member.gradients, message.used
-            if self._shards is not None:
-                self._shards.take_only(member.rank, message.used, shared=member.local)
-        else:
-            if self._shards is not None:
-                self._shards.take(member.rank, message.examples, message.used, shared=member.local)
-            self._gathered.add(member.gradients, message.examples, message.used)
-            if self._shards is not None:
-                self._shards.settle()
+        first = actions[0] if actions else None
+        alone = message.examples > 0 and isinstance(first, decided.Commit) and first.pushes == (push,)
+        self._store_push(member, message, alone=alone)
         self._do(actions)
+
+    def _store_push(self, member: Member, push: wire.PushMessage, *, alone: bool) -> None:
+        """Have a push in the store, and its parts in those of the other servers, before its worker goes on."""
+        key, examples = PushKey(member.rank, push.step), push.examples
+        if self._shards is not None:
+            self._shards.take(key, examples, push.used, shared=member.local, alone=alone)
+        self._store.take(key, member.gradients, examples=examples, used=push.used, alone=alone)
+        if self._shards is not None and not alone:
+            self._shards.settle()
 
     def _examine(self, member: Member, push: wire.PushMessage) -> tuple[str | None, int]:
         """What is not finite in a push, and its checksum; of all its parts, while each server looks at its own.
@@ -474,21 +476,18 @@ class LiveServer:
         began = time.monotonic()
         rate = self._host.rate()
         self._double_buffer.before_update()
+        shares = [Share(PushKey(push.worker, push.step), weight) for push, weight in zip(*commit, strict=True)]
         if self._shards is None:
-            with torch.no_grad():
-                self._gathered.put(self._only)
-            self._train_state.update()
+            self._store.commit(shares)
         else:
-            self._update_with_others(self._shards)
-        publish(self._layouts, self._memory.down)
+            self._commit_with_others(self._shards, shares)
         self._memory.version += 1
-        self._queue.commit()  # all that was pushed: policies leave nothing behind
+        self._queue.commit(share.push for share in shares)
+        for (rank, step), weight in () if self._policy.adds_up else shares:
+            self._trace(traced.Chose(rank, step, weight))
         self._trace(traced.Committed(self._memory.version, len(commit.pushes), self._now()))
         self._double_buffer.after_update(self._memory.version, self._note())
         self._memory.wrote()  # not if it has failed: then nobody may read what there is
-        self._only = None
-        for parameter in self._layouts.trained:  # zero_grad of an optimizer also prepares for a profiler
-            parameter.grad = None
         self._tell(commit, rate, time.monotonic() - began)
 
     def _keep_from_reading(self) -> None:
@@ -502,16 +501,12 @@ class LiveServer:
                 longest,
             )
 
-    def _update_with_others(self, shards: Shards) -> None:
+    def _commit_with_others(self, shards: Shards, shares: list[Share]) -> None:
         """Make our part of a commit while the other servers make theirs."""
         version = self._memory.version + 1
-        shards.ready(version)
-        with torch.no_grad():
-            self._gathered.put(self._only)
-        norm = shards.update(version)
-        if self._train_state.clip_norm is not None:
-            clip(self._layouts, self._train_state.clip_norm, norm)
-        replace(self._train_state, clip_norm=None).update()
+        shards.ready(version, () if self._policy.adds_up else shares)
+        self._store.combine(shares)
+        self._store.update(norm=shards.update(version))
         shards.settle()
 
     def _tell(self, commit: decided.Commit, rate: float, seconds: float) -> None:

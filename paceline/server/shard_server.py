@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +10,13 @@ import torch
 
 from paceline.errors import CommError, WireError
 from paceline.store.double_buffer import DoubleBuffer
-from paceline.store.gathering import MeanOfPushes, adopt, examine, publish
+from paceline.store.gathering import adopt, examine
 from paceline.store.layout import Arena, memory_of
 from paceline.store.memory import HEAD, SharedMemory
+from paceline.store.parameter_store import ParameterStore
 from paceline.store.partition import layouts_of
-from paceline.store.shard_state import clip, load_state, norms_of, write_state
+from paceline.store.pending import PushKey, Share
+from paceline.store.shard_state import load_state, norms_of, write_state
 from paceline.train_state import TrainState
 from paceline.transport import messages as wire
 from paceline.transport.listening import Ended, Heard, Listener, Peer
@@ -52,10 +53,10 @@ class ShardServer:
         listener: Listener,
         address: str | None = None,
     ) -> None:
-        self._clip_norm = train_state.clip_norm
-        self._train_state = replace(train_state, scaler=None, clip_norm=None)
+        self._train_state = replace(train_state, scaler=None)
         self._layouts = layouts_of(train_state.model, servers)[shard]
-        self._gathered = MeanOfPushes(self._layouts)
+        self._store: ParameterStore | None = None
+        self._shares: list[Share] = []  # that were chosen for the next commit
         self._file, self._listener, self._address = file, listener, address
         self._memory: SharedMemory | None = None
         self._double_buffer: DoubleBuffer | None = None
@@ -148,9 +149,11 @@ class ShardServer:
             case wire.Examine():
                 return self._examine(order)
             case wire.Take():
-                part = self._part_of(order.rank, shared=order.shared)
-                with torch.no_grad():
-                    self._gathered.add(part, order.examples, order.used)
+                assert self._store is not None
+                part, key = self._part_of(order.rank, shared=order.shared), PushKey(order.rank, order.step)
+                self._store.take(key, part, examples=order.examples, used=order.used, alone=order.alone)
+            case wire.Choose():
+                self._shares.append(Share(PushKey(order.rank, order.step), order.weight))
             case wire.Ready():
                 return done._replace(result=self._make_ready(order))
             case wire.Update():
@@ -173,6 +176,7 @@ class ShardServer:
         self._memory = SharedMemory(self._file, down=down, up=up, slots=order.workers)
         self._memory.version = order.version
         self._double_buffer = DoubleBuffer(self._file, self._train_state, self._memory.down, HEAD)
+        self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, adds_up=order.adds_up)
         if order.state == 0:
             self._double_buffer.recover(self._double_buffer.note_of(order.version))
             adopt(self._layouts, self._memory.down, found=True)
@@ -188,25 +192,21 @@ class ShardServer:
         return wire.Done(0, checksum, (amiss or "").encode())
 
     def _make_ready(self, order: wire.Ready) -> bytes:
+        assert self._store is not None
         self._check_version(order.version - 1)
-        only = None if order.rank < 0 else (self._part_of(order.rank, shared=order.shared), order.used)
-        with torch.no_grad():
-            self._gathered.put(only)
-        return norms_of(self._layouts) if self._clip_norm is not None else b""
+        self._store.combine(self._shares or None)
+        self._shares = []
+        return norms_of(self._layouts) if self._train_state.clip_norm is not None else b""
 
     def _update(self, order: wire.Update) -> None:
         """Make the commit; the first server keeps workers of this host from reading meanwhile."""
-        assert self._memory is not None and self._double_buffer is not None
+        assert self._memory is not None and self._double_buffer is not None and self._store is not None
         self._check_version(order.version - 1)
         self._listener.keep_what_waits()
         self._double_buffer.before_update()  # the last commit was decided, or there would be no other
-        if self._clip_norm is not None and not math.isnan(order.norm):
-            clip(self._layouts, self._clip_norm, order.norm)
-        self._train_state.update()
-        publish(self._layouts, self._memory.down)
+        self._store.update(norm=order.norm)
         self._memory.version = order.version
         self._double_buffer.after_update(order.version, {})
-        self._train_state.clear_gradients()
 
     def _give(self, order: wire.Give) -> None:
         assert self._memory is not None

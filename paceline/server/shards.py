@@ -17,6 +17,7 @@ from paceline.store.gathering import adopt
 from paceline.store.layout import ModelLayouts
 from paceline.store.memory import SharedMemory
 from paceline.store.partition import bits_of, layouts_of, starts_of
+from paceline.store.pending import PushKey, Share
 from paceline.store.shard_state import collect_state, drop_state, norms_of, total_norm, write_state
 from paceline.train_state import TrainState
 from paceline.transport import messages as wire
@@ -80,6 +81,7 @@ class Shards:
         token: bytes,
         workers: int,
         version: int,
+        adds_up: bool,
         found: bool = False,
     ) -> None:
         self._train_state, self.addresses, self._clip_norm = train_state, tuple(addresses), train_state.clip_norm
@@ -91,7 +93,6 @@ class Shards:
             for sizes in ([each.up for each in self._layouts], [each.down for each in self._layouts])
         )
         self._orders = 0
-        self._only: tuple[int, bool, bytes] | None = None
         self._undecided = False  # the others have made a commit, and not heard that it stays
         self._others: list[_Other] = []
         for number, (layouts, file, address) in enumerate(zip(self._layouts[1:], memories, addresses, strict=True), 1):
@@ -101,17 +102,17 @@ class Shards:
             except CommError as error:
                 raise _gone(str(error)) from None
             self._others.append(_Other(number, connection, file, memory))
-        self._begin(version, workers, found=found)
+        self._begin(version, workers, adds_up=adds_up, found=found)
         self.remote_addresses = tuple(other.answer.result.decode() for other in self._others)
 
-    def _begin(self, version: int, workers: int, *, found: bool) -> None:
+    def _begin(self, version: int, workers: int, *, adds_up: bool, found: bool) -> None:
         number, lengths = self._number(), [0] * len(self._others)
         if not found:
             for other, part in self._parts():
                 adopt(part, other.memory.down)
             lengths = [write_state(other.file, self._train_state, part) for other, part in self._parts()]
             self.drop_collected()
-        self._order([wire.Begin(number, version, workers, length) for length in lengths])
+        self._order([wire.Begin(number, version, workers, length, adds_up) for length in lengths])
         self._wait()
         if found:
             for other, part in self._parts():
@@ -139,25 +140,20 @@ class Shards:
             raise WireError("a push of which not every server has its part")
         return (amiss[0].decode() if amiss else None), sum(other.answer.value for other in self._others)
 
-    def take(self, rank: int, examples: int, used: bytes, *, shared: bool) -> None:
-        """Have the parts of a push added to the mean; ``settle`` before its worker goes on."""
+    def take(self, key: PushKey, examples: int, used: bytes, *, shared: bool, alone: bool) -> None:
+        """Have the parts of a push taken; ``settle`` before its worker goes on, unless it is alone in a commit now."""
         number = self._number()
-        self._order([wire.Take(number, rank, examples, shared, part) for part in self._bits(used)])
-
-    def take_only(self, rank: int, used: bytes, *, shared: bool) -> None:
-        """The next commit consists of this push."""
-        self._only = rank, shared, used
+        self._order([wire.Take(number, *key, examples, shared, alone, part) for part in self._bits(used)])
 
     def settle(self) -> None:
         """Wait until all orders are carried out."""
         self._wait()
 
-    def ready(self, version: int) -> None:
-        """Have the gradients of a commit ready; ours lie in the parameters already."""
-        rank, shared, used = self._only or (-1, False, b"")
-        self._only = None
-        number = self._number()
-        self._order([wire.Ready(number, version, rank, shared, part) for part in self._bits(used)])
+    def ready(self, version: int, shares: Sequence[Share] = ()) -> None:
+        """Have the gradients of a commit ready, of these shares or of all that was taken."""
+        for key, weight in shares:
+            self._order_all(wire.Choose(self._number(), *key, weight))
+        self._order_all(wire.Ready(self._number(), version))
 
     def update(self, version: int) -> float:
         """Have the commit made while we make our part of it; give the norm that gradients have together, if wanted."""

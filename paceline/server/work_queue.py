@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paceline.data.sampler import Last, ShardedSampler
@@ -29,7 +29,7 @@ class WorkQueue:
         self._next = 0  # the first batch that was never handed out
         self._returned: list[int] = []  # a heap
         self._leases: dict[int, list[int]] = {}  # worker -> the batches of its step
-        self._pushed: list[int] = []  # used by pushes that wait for a commit
+        self._pushed: dict[tuple[int, int], list[int]] = {}  # by worker and step: used by pushes that wait for a commit
 
     def describe(self, num_samples: int, batch_size: int, last: Last, shuffle: bool) -> None:
         """Say what the batches are made of; the first to say it decides, and the others must say the same."""
@@ -72,13 +72,14 @@ class WorkQueue:
         """The batches leased to the worker are used, and nothing will come of them."""
         self._leases.pop(worker, None)
 
-    def push(self, worker: int) -> None:
+    def push(self, worker: int, step: int) -> None:
         """The batches leased to the worker are used: its push was accepted, and waits for a commit."""
-        self._pushed += self._leases.pop(worker, ())
+        self._pushed[worker, step] = self._leases.pop(worker, [])
 
-    def commit(self) -> None:
-        """Whatever was pushed is in the parameters now."""
-        self._pushed = []
+    def commit(self, pushes: Iterable[tuple[int, int]]) -> None:
+        """The pushes of these workers and steps are in the parameters now."""
+        for push in pushes:
+            del self._pushed[push]
 
     def give_back(self, worker: int) -> None:
         """The batches leased to the worker were not used: its step was cancelled, or it is gone."""
@@ -100,7 +101,7 @@ class WorkQueue:
         return {
             "data": data and [data.num_samples, data.batch_size, data.last, data.shuffle],
             "next": self._next,
-            "unused": sorted([*self._unused(), *self._pushed]),
+            "unused": sorted([*self._unused(), *(batch for batches in self._pushed.values() for batch in batches)]),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -109,7 +110,7 @@ class WorkQueue:
             self.describe(*saved["data"])
         self._next = saved["next"]
         self._returned = sorted(saved["unused"])
-        self._leases, self._pushed = {}, []
+        self._leases, self._pushed = {}, {}
 
     def _batches_per_epoch(self) -> int:
         if self._data is None:

@@ -108,6 +108,7 @@ class ServerRun(Session):
                     assignment,
                     workers=self.world_size,
                     version=self.steps,
+                    adds_up=self._server_policy.adds_up,
                     found=self._found is not None,
                 )
                 self._trace = self._open_trace()

@@ -14,7 +14,7 @@ from paceline.transport.listening import Listener
 
 
 def open_shards(
-    train_state: TrainState, assignment: ServerAssignment, *, workers: int, version: int, found: bool
+    train_state: TrainState, assignment: ServerAssignment, *, workers: int, version: int, adds_up: bool, found: bool
 ) -> Shards | None:
     """Bring up the other servers of the run, if it has any; ``found``: with what the ones before have left behind."""
     if not assignment.shard_fds:
@@ -26,6 +26,7 @@ def open_shards(
         token=bytes.fromhex(assignment.token),
         workers=workers,
         version=version,
+        adds_up=adds_up,
         found=found,
     )
 

@@ -1,4 +1,4 @@
-"""The pushes of a commit, added up as they come, so that a worker can go on before the commit is made."""
+"""Tensors that travel: gradients into a push, parameters out of the memory that they lie in; and a look at both."""
 
 from __future__ import annotations
 
@@ -7,60 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.store.copying import HALVES, copy_all, copy_and_look, look_at
+from paceline.store.copying import copy_all, copy_and_look, look_at
 from paceline.store.layout import Arena, ModelLayouts
-
-
-class MeanOfPushes:
-    """The mean of the gradients and buffers pushed since the last commit, weighted by their examples."""
-
-    def __init__(self, layouts: ModelLayouts) -> None:
-        self._layouts = layouts
-        self._sum: Arena | None = None  # made when a commit first has more than one push
-        self._totals: list[Tensor] = []  # where sums are made: there, or for halves, which are too small, in singles
-        self._unit = 1  # the examples of the first push
-        self._weight = 0.0  # of all pushes, in this unit
-        self._used = 0  # bits of the parameters that any push has a gradient for
-        self._count = 0
-
-    def add(self, push: Arena, examples: int, used: bytes) -> None:
-        """Add a push; its memory may change afterwards."""
-        if self._sum is None:
-            self._sum = Arena(self._layouts.up, torch.zeros_like(push.memory))
-            self._totals = [flat.float() if flat.dtype in HALVES else flat for flat in self._sum.flat]
-        if self._count == 0:
-            self._unit = max(1, examples)
-        weight = examples / self._unit
-        for total, part in zip(self._totals, push.flat, strict=True):
-            if not (total.is_floating_point() or total.is_complex()):
-                total.copy_(part)  # a count of batches seen: the last one's
-            elif self._count == 0:
-                total.copy_(part) if weight else total.zero_()
-            elif weight:
-                total.add_(part, alpha=weight)
-        self._weight += weight
-        self._used |= int.from_bytes(used, "little")
-        self._count += 1
-
-    def put(self, only: tuple[Arena, bytes] | None = None) -> None:
-        """Put the mean where the optimizer looks for it; ``only`` is a push that makes up the commit alone."""
-        if only is not None:
-            push, used, weight = only[0], int.from_bytes(only[1], "little"), 1.0
-        else:
-            assert self._sum is not None, "a commit of pushes that were never added"
-            push, used, weight = self._sum, self._used, self._weight
-            for total, mean in zip(self._totals, push.flat, strict=True):
-                if weight and (total.is_floating_point() or total.is_complex()):
-                    total.div_(weight)
-                if total is not mean:
-                    mean.copy_(total)
-        trained = self._layouts.trained
-        for index, (parameter, gradient) in enumerate(zip(trained, push.views, strict=False)):
-            parameter.grad = gradient.to(parameter.device) if used >> index & 1 else None
-        for buffer, pushed in zip(self._layouts.buffers, push.views[len(trained) :], strict=True):
-            if weight:
-                buffer.copy_(pushed)
-        self._weight, self._used, self._count = 0.0, 0, 0
 
 
 def examine(layouts: ModelLayouts, push: Arena) -> tuple[str | None, int]:

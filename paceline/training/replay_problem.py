@@ -21,8 +21,10 @@ from paceline.record.fingerprints import checksum_of, hash_of, state_tensors
 from paceline.record.trace import Pushed
 from paceline.replay.outcome import Differs, Replayed, ReplayedPush, Tell, same_bits
 from paceline.replay.plan import Plan, RecordedCommit
-from paceline.store.gathering import MeanOfPushes, adopt, publish
+from paceline.store.gathering import adopt
 from paceline.store.layout import Arena, ModelLayouts
+from paceline.store.parameter_store import ParameterStore
+from paceline.store.pending import PushKey, Share
 from paceline.train_state import TrainState
 from paceline.training.replay_worker import ComputedPush, ReplayWorker
 from paceline.training.train import TrainConfig, build_scheduler, make_model, served_pace, training_sampler
@@ -49,8 +51,9 @@ class ProblemReplay:
         self._layouts = ModelLayouts(self.train_state.model)
         memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
         adopt(self._layouts, memory)
-        self._memory, self._parameters = memory, self._layouts.down.views(memory)
-        self._gathered = MeanOfPushes(self._layouts)
+        self._parameters = self._layouts.down.views(memory)
+        adds_up = all(commit.weights is None for commit in plan.commits)
+        self._store = ParameterStore(self.train_state, self._layouts, memory, adds_up=adds_up)
         sampler = training_sampler(config, problem, 1)
         batches = NumberedBatches(problem.train, ShardedSampler(sampler.num_samples, sampler.batch_size, seed=seed))
         _check_data(plan, batches)
@@ -124,13 +127,10 @@ class ProblemReplay:
     def _commit(self, commit: RecordedCommit) -> None:
         self._rooms += [push.gradients for push in self._committed]
         self._committed = [self._waiting.pop(push.told) for push in commit.pushes]
-        with torch.no_grad():
-            for push in self._committed:
-                self._gathered.add(push.gradients, push.recorded.told.examples, push.filled.used)
-            self._gathered.put()
-        self.train_state.update()
-        publish(self._layouts, self._memory)
-        self.train_state.clear_gradients()
+        keys = [PushKey(push.recorded.told.rank, push.recorded.told.step) for push in self._committed]
+        for key, push in zip(keys, self._committed, strict=True):
+            self._store.take(key, push.gradients, examples=push.recorded.told.examples, used=push.filled.used)
+        self._store.commit(None if commit.weights is None else [*map(Share, keys, commit.weights)])
         self.version = commit.version
 
     def _compare_hashes(self) -> None:

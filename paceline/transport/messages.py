@@ -217,6 +217,7 @@ class Begin(NamedTuple):
     version: Count
     workers: Count
     state: Count  # bytes of it; 0: what a server that was killed has kept
+    adds_up: bool  # as the policy's
 
 
 class Examine(NamedTuple):
@@ -229,23 +230,34 @@ class Examine(NamedTuple):
 
 
 class Take(NamedTuple):
-    """Add a part to the mean of the next commit."""
+    """Take a part, for a commit to come."""
 
     number: Count
     rank: Count
+    step: Count
     examples: Count
     shared: bool
+    alone: bool  # the commit that follows at once is of this part alone
     used: bytes  # one bit per parameter of the part
 
 
+class Choose(NamedTuple):
+    """The next commit is of this part, and of the others that are chosen, each with its weight."""
+
+    number: Count
+    rank: Count
+    step: Count
+    weight: float
+
+
 class Ready(NamedTuple):
-    """Have the gradients of a commit ready, and say how long each is if they are to be clipped."""
+    """Have the gradients of a commit ready, and say how long each is if they are to be clipped.
+
+    It is of the parts that were chosen, or the mean of all that were taken.
+    """
 
     number: Count
     version: Count  # of the parameters that it makes
-    rank: int  # whose part is all of it; -1: the mean
-    shared: bool
-    used: bytes
 
 
 class Update(NamedTuple):
@@ -297,7 +309,7 @@ Message: TypeAlias = (
     Hello | Data | Ask | PushMessage | Skip | More | Mean | Save | Record | Alive | Leave
     | Welcome | Go | BatchMessage | Finished | Averaged | Saved | Warned | Unknown | Refused | Over
     | Attach | Part | Took | Parameters
-    | Begin | Examine | Take | Ready | Update | Decided | Give | Tell | End | Done
+    | Begin | Examine | Take | Choose | Ready | Update | Decided | Give | Tell | End | Done
 )  # fmt: skip
 
 KINDS: dict[int, type[Message]] = {
@@ -336,4 +348,5 @@ KINDS: dict[int, type[Message]] = {
     87: End,
     88: Done,
     89: Decided,
+    90: Choose,
 }

@@ -10,13 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.policies.messages import Push
 from paceline.problems import Problem
 from paceline.seeding import derive_seed, seed_streams
+from paceline.store.gathering import adopt, fill_push, read_parameters
+from paceline.store.layout import Arena, ModelLayouts
+from paceline.store.parameter_store import ParameterStore
+from paceline.store.pending import PushKey, Share
+from paceline.train_state import TrainState
 from paceline.training.train import evaluate
 from paceline.virtual.batches import BatchQueue
 from paceline.virtual.simulate import Scenario, Simulated, check_length, summary
@@ -49,7 +54,7 @@ class GradientWork:
     """What virtual workers compute: gradients of a problem. The parameters of each version are kept while in use.
 
     Every step's random streams are seeded from (seed, batch), and each batch is part of one commit; cancelled and
-    dropped ones go back into the queue. Module buffers, such as BatchNorm's, are shared by all workers.
+    dropped ones go back into the queue. Module buffers, such as BatchNorm's, travel with parameters and gradients.
     """
 
     def __init__(
@@ -60,31 +65,34 @@ class GradientWork:
         optimizer: str | None,
         batch_size: int,
         times: Sequence[float],
+        adds_up: bool,
         seed: int,
     ) -> None:
         self._problem, self._seed, self._times = problem, seed, times
         seed_streams(derive_seed(seed, "model"))
         self.model = problem.make_model()
-        self._optimizer = make_optimizer(optimizer or problem.recipe.optimizer, self.model.parameters())
-        if isinstance(self._optimizer, torch.optim.LBFGS):
+        made = make_optimizer(optimizer or problem.recipe.optimizer, self.model.parameters())
+        if isinstance(made, torch.optim.LBFGS):
             raise UsageError("LBFGS evaluates a loss several times in a step, and a server has only gradients; use sgd")
         self._replica = copy.deepcopy(self.model)
-        self._trained, _ = _flatten(self.model)
-        self._parameters, self._gradient = _flatten(self._replica)
-        for own, computed in zip(self.model.parameters(), self._replica.parameters(), strict=True):
-            own.grad = computed.grad
-        self._newest = self._loaded = self._parameters.clone()
+        self._layouts, self._replicas = ModelLayouts(self.model), ModelLayouts(self._replica)
+        self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
+        adopt(self._layouts, self._memory)
+        train_state = TrainState(model=self.model, optimizers=[made])
+        self._store = ParameterStore(train_state, self._layouts, self._memory, adds_up=adds_up)
+        self._newest = self._loaded = self._memory.clone()
         self._queue = BatchQueue(problem.train, batch_size, seed)
-        self._reads: list[Tensor] = [self._newest] * workers
+        self._reads: list[Tensor] = [self._newest] * workers  # parameters and buffers, as bytes
         self._batches = [0] * workers
-        self._done: dict[tuple[int, int], tuple[Tensor, int]] = {}  # (worker, step) -> gradient, batch
+        self._done: dict[PushKey, tuple[Arena, bytes, int]] = {}  # the gradients, the parameters they are of, the batch
+        self._free: list[Arena] = []
         self.curve: list[Point] = []
         self._commits = 0
 
     @property
     def nbytes(self) -> int:
-        """The size of the parameters."""
-        return self._parameters.nbytes
+        """The size of what is trained."""
+        return sum(parameter.nbytes for parameter in self._layouts.trained)
 
     def begin(self, workers: Sequence[int], version: int | None) -> None:
         for worker in workers:
@@ -102,24 +110,41 @@ class GradientWork:
         seed_streams(derive_seed(self._seed, "batch", number))
         if self._loaded is not self._reads[worker]:
             self._loaded = self._reads[worker]
-            self._parameters.copy_(self._loaded)
-        self._gradient.zero_()
+            read_parameters(self._replicas, self._replicas.down.views(self._loaded))
+        for parameter in self._replicas.trained:
+            parameter.grad = None
         loss = self._problem.loss(self._replica(inputs), targets)
         torch.autograd.backward(loss)
-        self._done[worker, step] = self._gradient.clone(), number
+        if self._replicas.buffers:
+            self._keep_buffers(worker)
+        arena = self._free.pop() if self._free else self._new_arena()
+        self._done[PushKey(worker, step)] = arena, fill_push(self._replicas, arena).used, number
         return float(loss.detach()), len(inputs)
 
+    def _keep_buffers(self, worker: int) -> None:
+        """The worker goes on with the buffers that it has now, if it goes on without reading anew."""
+        self._loaded = self._reads[worker] = self._reads[worker].clone()
+        views = self._replicas.down.views(self._loaded)[len(self._replicas.parameters) :]
+        for view, buffer in zip(views, self._replicas.buffers, strict=True):
+            view.copy_(buffer)
+
+    def _new_arena(self) -> Arena:
+        return Arena(self._layouts.up, torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8))
+
     def drop(self, push: Push) -> None:
-        _, number = self._done.pop((push.worker, push.step))
+        arena, _, number = self._done.pop(PushKey(push.worker, push.step))
+        self._free.append(arena)
         self._queue.give_back(number)
 
     def commit(self, pushes: Sequence[Push], weights: Sequence[float], at: float) -> None:
         self.look(at)
-        self._gradient.zero_()
-        for push, weight in zip(pushes, weights, strict=True):
-            self._gradient.add_(self._done.pop((push.worker, push.step))[0], alpha=weight)
-        self._optimizer.step()
-        self._newest = self._trained.clone()
+        keys = [PushKey(push.worker, push.step) for push in pushes]
+        for key, push in zip(keys, pushes, strict=True):
+            arena, used, _ = self._done.pop(key)
+            self._store.take(key, arena, examples=push.examples, used=used)
+            self._free.append(arena)
+        self._store.commit([*map(Share, keys, weights)])
+        self._newest = self._memory.clone()
         self._commits += 1
 
     def look(self, at: float) -> None:
@@ -131,26 +156,8 @@ class GradientWork:
         if self.curve and self.curve[-1].commits == self._commits:
             loss, value = self.curve[-1].loss, self.curve[-1].value
         else:
-            for own, seen in zip(self.model.buffers(), self._replica.buffers(), strict=True):
-                own.copy_(seen)
             loss, value, _ = evaluate(self.model, self._problem)
         self.curve.append(Point(seconds=seconds, commits=self._commits, loss=loss, value=value))
-
-
-def _flatten(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """Let the trained parameters and their gradients be views of two vectors, which are returned."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if len({(parameter.dtype, parameter.device) for parameter in parameters}) != 1:
-        raise UsageError("the virtual cluster trains models whose parameters are all of one type and on one device")
-    vector = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    gradient = torch.zeros_like(vector)
-    offset = 0
-    for parameter in parameters:
-        end = offset + parameter.numel()
-        parameter.data = vector[offset:end].view_as(parameter)
-        parameter.grad = gradient[offset:end].view_as(parameter)
-        offset = end
-    return vector, gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +198,7 @@ class SimulatedTraining:
             optimizer=plan.optimizer,
             batch_size=batch_size,
             times=plan.times(seconds),
+            adds_up=scenario.check(has_loss=True).adds_up,
             seed=scenario.seed,
         )
         nbytes = scenario.nbytes or self._learning.nbytes

@@ -1,0 +1,165 @@
+"""The store of parameters: what it commits is what an action names, with the weights that it names."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD
+
+from paceline.aggregators import AGGREGATORS, Mean, parse_aggregator
+from paceline.policies.messages import mean_weights
+from paceline.store.gathering import adopt
+from paceline.store.layout import Arena, ModelLayouts
+from paceline.store.parameter_store import ParameterStore
+from paceline.store.pending import PushKey, Share
+from paceline.train_state import TrainState
+
+
+class Model(nn.Module):
+    """Two parameters of three numbers, a running mean and a count."""
+
+    mean: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(3, dtype=dtype))
+        self.other = nn.Parameter(torch.zeros(3, dtype=dtype))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+class Stored:
+    """A store whose optimizer subtracts the gradient, and pushes that are all one number."""
+
+    def __init__(self, *, adds_up: bool, dtype: torch.dtype = torch.float32) -> None:
+        self.model = Model(dtype)
+        self.layouts = ModelLayouts(self.model)
+        memory = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)
+        adopt(self.layouts, memory)
+        state = TrainState(model=self.model, optimizers=[SGD(self.model.parameters(), lr=1.0)])
+        self.store = ParameterStore(state, self.layouts, memory, adds_up=adds_up)
+        self.slot = Arena(self.layouts.up, torch.zeros(self.layouts.up.nbytes, dtype=torch.uint8))
+
+    def push(
+        self, worker: int, number: float, examples: int = 1, used: bytes = b"\3", *, alone: bool = False
+    ) -> PushKey:
+        """Push from the one slot that all workers share, so that nothing may depend on it afterwards."""
+        for view in self.slot.views[:-1]:
+            view.fill_(number)
+        self.slot.views[-1].fill_(worker)
+        key = PushKey(worker, step=10 + worker)
+        self.store.take(key, self.slot, examples=examples, used=used, alone=alone)
+        return key
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("adds_up", [True, False])
+@pytest.mark.parametrize(
+    "pushes", [[(100.0, 1), (200.0, 512)], [(200.0, 512), (100.0, 1)], [(1e4, 64)] * 8, [(1.0, 3)] * 301]
+)
+def test_means_are_right_in_every_precision(dtype: torch.dtype, adds_up: bool, pushes: list[tuple[float, int]]) -> None:
+    stored = Stored(adds_up=adds_up, dtype=dtype)
+    for worker, (number, examples) in enumerate(pushes):
+        stored.push(worker, number, examples)
+    stored.store.combine()
+    wanted = sum(number * examples for number, examples in pushes) / sum(examples for _, examples in pushes)
+    gradient = stored.model.one.grad
+    assert gradient is not None and gradient.dtype == dtype
+    assert float(gradient[0]) == pytest.approx(wanted, rel=0.01)
+
+
+@given(data=st.data())
+def test_any_subset_with_any_weights_is_committed_and_the_rest_waits(data: st.DataObject) -> None:
+    """Against sums in numpy, over several commits."""
+    stored, waiting, wanted = Stored(adds_up=False), dict[PushKey, float](), np.zeros(3)
+    number = st.floats(-100, 100, width=32)
+    for worker in range(data.draw(st.integers(1, 8))):
+        pushed = data.draw(number)
+        waiting[stored.push(worker, pushed)] = pushed
+        if data.draw(st.booleans()):
+            chosen = data.draw(st.lists(st.sampled_from(sorted(waiting)), min_size=1, unique=True))
+            shares = [Share(key, data.draw(st.floats(-2, 2, width=32))) for key in chosen]
+            stored.store.commit(shares)
+            wanted -= sum(share.weight * waiting.pop(share.push) for share in shares)
+    np.testing.assert_allclose(stored.model.one.detach().numpy(), wanted, rtol=1e-4, atol=1e-3)
+    if waiting:
+        stored.store.commit([Share(key, 1.0) for key in waiting])
+        np.testing.assert_allclose(
+            stored.model.one.detach().numpy(), wanted - sum(waiting.values()), rtol=1e-4, atol=1e-3
+        )
+
+
+@given(pushes=st.lists(st.tuples(st.floats(-9, 9, width=32), st.integers(0, 40)), min_size=1, max_size=6))
+def test_adding_up_and_keeping_come_to_the_same_mean(pushes: list[tuple[float, int]]) -> None:
+    found = []
+    for adds_up in (True, False):
+        stored = Stored(adds_up=adds_up)
+        keys = [stored.push(worker, *push) for worker, push in enumerate(pushes)]
+        weights = mean_weights([examples for _, examples in pushes])
+        stored.store.commit([*map(Share, keys, weights)])
+        found.append(torch.cat([stored.model.one.detach(), stored.model.mean]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_a_push_that_is_alone_is_used_where_it_lies(adds_up: bool) -> None:
+    stored = Stored(adds_up=adds_up)
+    key = stored.push(3, 2.0, alone=True)
+    stored.store.commit([Share(key, 1.0)])
+    assert stored.model.one.tolist() == [-2.0] * 3
+    assert stored.model.mean.tolist() == [2.0] * 2 and int(stored.model.count) == 3
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_parameters_that_no_push_used_have_no_gradient(adds_up: bool) -> None:
+    stored = Stored(adds_up=adds_up)
+    stored.push(0, 1.0, used=b"\0")
+    stored.push(1, 1.0, used=b"\2")
+    stored.store.combine()
+    assert stored.model.one.grad is None and stored.model.other.grad is not None
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_pushes_without_examples_change_nothing(adds_up: bool) -> None:
+    stored = Stored(adds_up=adds_up)
+    stored.push(0, math.nan, examples=0)
+    stored.store.commit()
+    assert stored.model.one.tolist() == [0.0] * 3 and stored.model.mean.tolist() == [0.0] * 2
+
+
+def test_buffers_are_a_mean_whatever_the_weights_add_up_to() -> None:
+    stored = Stored(adds_up=False)
+    keys = [stored.push(0, 1.0), stored.push(1, 3.0)]
+    stored.store.commit([Share(key, 0.25) for key in keys])
+    assert stored.model.one.tolist() == [-1.0] * 3
+    assert stored.model.mean.tolist() == [2.0] * 2 and int(stored.model.count) == 1
+
+
+def test_a_policy_whose_commits_add_up_may_leave_nothing_out() -> None:
+    stored = Stored(adds_up=True)
+    keys = [stored.push(0, 1.0), stored.push(1, 3.0)]
+    with pytest.raises(AssertionError, match="mean of all pushes taken"):
+        stored.store.commit([Share(keys[0], 1.0)])
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_what_is_forgotten_is_not_committed(adds_up: bool) -> None:
+    stored = Stored(adds_up=adds_up)
+    stored.push(0, 5.0)
+    stored.store.forget()
+    stored.push(1, 1.0)
+    stored.store.commit()
+    assert stored.model.one.tolist() == [-1.0] * 3
+
+
+def test_aggregators_have_a_text_form() -> None:
+    for name, kind in AGGREGATORS.items():
+        assert str(kind()) == name and parse_aggregator(name) == kind()
+    assert parse_aggregator("mean") == Mean()
