@@ -9,7 +9,8 @@ from paceline.delays.delay import parse_delay
 from paceline.errors import UsageError
 from paceline.studies.cases import Runs, run_cases
 from paceline.studies.outcomes import record_of
-from paceline.studies.study import Axis, Cell, Column, Series, Study, StudyContext, StudyResult, one_thread, option
+from paceline.studies.study import Axis, Cell, Column, Series, Study, StudyContext, StudyResult, option
+from paceline.threads import one_thread
 from paceline.virtual.formulas import NoFormulaError, order_statistic
 from paceline.virtual.simulate import Scenario
 from paceline.virtual.training import TrainingOutcome
