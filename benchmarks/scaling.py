@@ -3,10 +3,11 @@
     python benchmarks/scaling.py [--models net3 mlp cnn gpt] [--workers 1 2 4] [--backend paceline] [--json]
 
 One run for all numbers of workers, which take turns in rounds: as many processes as the largest, of one thread each,
-and those that a round does not need sleep. `speed` is the run time of an iteration on one worker over that on n, the
-median over the rounds; `efficiency` is the same over its ideal, which is 1 for weak and n for strong scaling. The
-joined batch of strong scaling is the smallest multiple of weak scaling's that all numbers of workers divide. More
-workers than cores, as 4 on 2, are marked: they can at best be as fast as as many workers as there are cores.
+and those that a round does not need sleep. `scaling_efficiency` is the run time of an iteration on one worker over that
+on n, the median over the rounds; at best it is 1 for weak and n for strong scaling. `speedup` is the ratio of examples
+per second, and `parallel_efficiency` is the speedup over n, at best 1 for both. The joined batch of strong scaling is
+the smallest multiple of weak scaling's that all numbers of workers divide. More workers than cores, as 4 on 2, are
+marked: they can at best be as fast as as many workers as there are cores.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from paceline.report.table import print_table
 Kind = Literal["weak", "strong"]
 Case = tuple[int, int]  # number of workers, batch of each
 
+RATIOS = ("scaling_efficiency", "speedup", "parallel_efficiency")
+
 
 def main() -> None:
     parser = arguments_of(__doc__, ["net3", "mlp", "cnn", "gpt"])
@@ -56,10 +59,10 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"cores": cores, "rounds": arguments.rounds, "steps": arguments.steps, "rows": rows}))
         return
-    figures = {"step_ms": ".2f", "examples_per_s": ".0f", "speed": ".2f", "efficiency": ".2f"}
+    figures = {"step_ms": ".2f", "examples_per_s": ".0f", **dict.fromkeys(RATIOS, ".2f")}
     print_table(rows, {"model": "", "scaling": "", "workers": "d", "batch": "d", **figures, "shared_cores": ""})
     if any(row["shared_cores"] for row in rows):
-        print(f"this machine has {cores} cores: where workers share them, efficiency cannot reach 1")
+        print(f"this machine has {cores} cores: where workers share them, parallel efficiency cannot reach 1")
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
@@ -83,7 +86,8 @@ def scale(name: str, groups: dict[int, dist.ProcessGroup], rounds: int, steps: i
 
 def describe(name: str, kind: Kind, case: Case, times: list[float], alone: list[float]) -> Row:
     workers, batch = case
-    seconds, speed = statistics.median(times), median_ratio(alone, times)
+    seconds, efficiency = statistics.median(times), median_ratio(alone, times)
+    speedup = efficiency if kind == "strong" else workers * efficiency
     return {
         "model": name,
         "scaling": kind,
@@ -91,8 +95,9 @@ def describe(name: str, kind: Kind, case: Case, times: list[float], alone: list[
         "batch": batch,
         "step_ms": seconds * 1e3,
         "examples_per_s": workers * batch / seconds,
-        "speed": speed,
-        "efficiency": speed / workers if kind == "strong" else speed,
+        "scaling_efficiency": efficiency,
+        "speedup": speedup,
+        "parallel_efficiency": speedup / workers,
     }
 
 

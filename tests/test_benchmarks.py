@@ -165,10 +165,12 @@ def test_scaling(run: Scripts) -> None:
         ("strong", 2),
     ]
     for row in found["rows"]:
-        assert positive(row, "step_ms", "examples_per_s", "speed", "efficiency")
+        assert positive(row, "step_ms", "examples_per_s", "scaling_efficiency")
+        gained = row["scaling_efficiency"] * (row["workers"] if row["scaling"] == "weak" else 1)
+        assert row["speedup"] == gained and row["parallel_efficiency"] == gained / row["workers"]
         assert row["shared_cores"] is (row["workers"] > found["cores"])
         if row["workers"] == 1:
-            assert row["speed"] == row["efficiency"] == 1
+            assert row["scaling_efficiency"] == 1
 
 
 def test_oracle(run: Scripts) -> None:
@@ -223,3 +225,10 @@ def test_double_buffer(run: Scripts) -> None:
 def test_a_value_that_was_not_measured_is_a_dash_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
     print_table([{"bytes": 4, "mpi_us": 1.25}, {"bytes": 8, "mpi_us": None}], {"bytes": "d", "mpi_us": ".1f"})
     assert [line.split() for line in capsys.readouterr().out.splitlines()][1:] == [["4", "1.2"], ["8", "-"]]
+
+
+def test_threads(run: Scripts) -> None:
+    found = run("threads.py")
+    ways = [(row["threads"], row["beside"]) for row in found["rows"]]
+    assert ways == [(1, 0), (found["cores"], 0), (1, found["cores"]), (found["cores"], found["cores"])]
+    assert all(positive(row, "mflop", "step_ms", "over_one", "over_idle") for row in found["rows"])

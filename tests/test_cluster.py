@@ -89,7 +89,7 @@ def test_shares_of_the_time_are_shares(policy: str, link: str) -> None:
     found = run(policy, link=link, nbytes=1e5)
     assert 0 <= found.waiting < 1 and 0 <= found.thrown_away < 1
     assert found.waiting + found.thrown_away < 1
-    assert found.efficiency is not None and 0 < found.efficiency <= 1.05
+    assert found.parallel_efficiency is not None and 0 < found.parallel_efficiency <= 1.05
     assert sum(found.staleness_histogram.values()) == found.pushes >= found.commits == 400
     json.dumps(as_record(found), allow_nan=False)
 
@@ -103,10 +103,23 @@ def test_used_and_thrown_away_time_add_up() -> None:
     assert waits.seconds == 100 and waits.waiting == 0.25 and waits.thrown_away == 0
 
 
-def test_efficiency_is_the_share_of_ideal_throughput() -> None:
-    assert run("sync", workers=1).efficiency == pytest.approx(1, abs=0.15)
+@pytest.mark.parametrize("scaling", ["weak", "strong"])
+def test_scaling_efficiency_is_the_iteration_time_of_one_worker_over_that_of_all(scaling: str) -> None:
+    """The mini-batch takes 3 seconds on one worker; under strong scaling it is shared."""
+    found = run("sync", workers=64, examples=64, scaling=scaling)
+    assert found.scaling_efficiency == pytest.approx(3 / found.iteration)
+
+
+def test_scaling_efficiency_counts_messages_and_is_none_where_nothing_takes_time() -> None:
+    found = run("sync", workers=2, delay="2", link="1s")
+    assert found.iteration == 4 and found.scaling_efficiency == 0.5
+    assert run("sync", workers=2, delay="0").scaling_efficiency is None
+
+
+def test_parallel_efficiency_is_the_share_of_ideal_throughput() -> None:
+    assert run("sync", workers=1).parallel_efficiency == pytest.approx(1, abs=0.15)
     found = run("sync", workers=64, examples=32)
-    assert found.efficiency == pytest.approx(3 / found.iteration)
+    assert found.parallel_efficiency == pytest.approx(3 / found.iteration)
     assert found.throughput == pytest.approx(64 * 32 / found.iteration)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import math
 from pathlib import Path
@@ -336,12 +334,3 @@ def test_a_file_without_times_is_refused_by_name(name: str, content: bytes, mess
     with pytest.raises(UsageError) as caught:
         parse_delay(f"measured({tmp_path / name})")
     assert message in str(caught.value) and name in str(caught.value)
-
-
-# Examples -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["delays", "delay_text", "distributions", "links", "quantities", "formulas"])
-def test_examples_in_the_modules_are_true(name: str) -> None:
-    results = doctest.testmod(importlib.import_module(f"paceline.virtual.{name}"))
-    assert results.attempted and not results.failed

@@ -120,13 +120,17 @@ def test_a_run_killed_at_any_line_ends_with_the_same_bits(case: str, lines: int,
 def test_a_killed_run_can_always_be_told_how_it_was_started(tmp_path: Path) -> None:
     """Once a directory counts as holding a run, its configuration is there to go on with."""
     seed_streams(0)
+    looked = 0
 
     def look(*_: object) -> None:
+        nonlocal looked
         if (tmp_path / "metrics.jsonl").exists():
+            looked += 1
             assert (tmp_path / "config.json").exists(), "killed now, this run could not be resumed by the command"
 
     with at_every_line(look):
         train_by_session(fragile(1), 1, run=tmp_path)
+    assert looked > 100
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # interrupted while closing a file

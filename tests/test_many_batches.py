@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from conftest import World
@@ -132,14 +131,14 @@ def test_options_of_a_loader_stay(world: World) -> None:
     assert flat(everybody) == [-7, -6, -5, -4, -3, -2, -1, 0]
 
 
-def test_a_loader_that_takes_only_some_samples_takes_no_more_of_them(world: World) -> None:
+def test_a_loader_that_takes_only_some_samples_takes_as_many_on_each_worker(world: World) -> None:
     data = Numbers(24)
 
     def source(_: int) -> DataLoader[Tensor]:
         return DataLoader(data, 2, sampler=RandomSampler(data, num_samples=8))
 
     everybody = world(2, lambda group: take(group, source))
-    assert len(flat(everybody)) == 8 or [len(flat([worker])) for worker in everybody] == [8, 8]
+    assert [len(flat([worker])) for worker in everybody] == [8, 8]
 
 
 def test_a_loader_with_a_sampler_for_workers_is_left_alone(world: World) -> None:
@@ -187,12 +186,14 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 }
 
 
+UNCOUNTED = {"numbers", "own"}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_any_kind_train_or_are_refused(world: World, kind: str) -> None:
     """A kind that cannot be counted must not count as empty: every gradient would be zero, in silence."""
     wrap, unwrap = KINDS[kind]
     batches = [wrap(torch.ones(2, 1)) for _ in range(3)]
-    assert not isinstance(batches[0], numpy.ndarray) or kind == "numpy"
 
     def work(group: Any) -> float:
         model = one_weight()
@@ -202,10 +203,11 @@ def test_batches_of_any_kind_train_or_are_refused(world: World, kind: str) -> No
                     backward(model(unwrap(batch)).mean())
         return model.weight.item()
 
-    try:
+    if kind in UNCOUNTED:
+        with pytest.raises(UsageError, match="examples"):
+            world(2, work)
+    else:
         assert world(2, work) == [0.25, 0.25]
-    except UsageError as error:
-        assert "examples" in str(error)
 
 
 # Going on after a checkpoint ----------------------------------------------------------------------------------

@@ -110,9 +110,12 @@ def test_strong_and_weak_scaling(simulate: Any) -> None:
     link = ("--link", "1GB/s", "--size", "100MB", "--commits", "20")
     weak, strong = (json.loads(simulate(*arguments, *link, "--scaling", kind)[1]) for kind in ("weak", "strong"))
     names = [column["name"] for column in weak["columns"]]
-    efficiency = names.index("efficiency %")
-    assert weak["rows"][0][efficiency] == strong["rows"][0][efficiency] == pytest.approx(100)
-    assert 100 > weak["rows"][1][efficiency] > strong["rows"][1][efficiency] > 10
+    scaling, parallel = names.index("scaling efficiency %"), names.index("parallel efficiency %")
+    for efficiency in (scaling, parallel):
+        assert weak["rows"][0][efficiency] == strong["rows"][0][efficiency] == pytest.approx(100)
+    assert 100 > weak["rows"][1][parallel] > strong["rows"][1][parallel] > 10
+    assert weak["rows"][1][scaling] == pytest.approx(weak["rows"][1][parallel])
+    assert strong["rows"][1][scaling] == pytest.approx(8 * strong["rows"][1][parallel])
 
 
 def test_error_against_virtual_time(simulate: Any) -> None:
@@ -126,7 +129,7 @@ def test_error_against_virtual_time(simulate: Any) -> None:
     for row, record, series in zip(found["rows"], found["records"], found["series"], strict=True):
         assert 0 <= row[-1] <= 120
         assert [point["seconds"] for point in record["curve"]] == series["x"] == [10.0 * n for n in range(13)]
-        assert record["efficiency"] <= 1.1
+        assert record["parallel_efficiency"] <= 1.1
 
 
 def test_a_target_never_reached_is_an_error_after_all_is_shown(simulate: Any) -> None:

@@ -8,6 +8,7 @@ import errno
 import functools
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -137,6 +138,7 @@ def train(
 ) -> None:
     """Train a built-in PROBLEM, or the one that a Python file makes (path/to/file.py)."""
     from paceline.launch.service import ServerOptions
+    from paceline.training.threads import one_thread, wants_one_thread
     from paceline.training.train import TrainConfig, check_config, load_config_problem
 
     if resume is not None:
@@ -156,11 +158,14 @@ def train(
         servers=servers,
     )
     config = dataclasses.replace(config, run=config.run or _free_run(problem.name))
+    small = wants_one_thread(config.problem, problem, config.batch_size or problem.recipe.batch_size)
     try:
         if workers == 1 and servers == 1 and not respawn and delay is None:
-            result = _train_here(config, problem, as_json)
+            with one_thread() if small else contextlib.nullcontext():
+                result = _train_here(config, problem, as_json)
         else:
-            result = _train_on(workers, config, server, as_json)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"} if small else None
+            result = _train_on(workers, config, server, as_json, environment)
     except KeyboardInterrupt:
         _fail(f"interrupted; go on with: paceline train --resume {config.run}", 130)
     if as_json:
@@ -184,7 +189,9 @@ def _train_here(config: TrainConfig, problem: Problem, quiet: bool) -> dict[str,
         return train_problem(config, problem, watch, lambda: bool(stop)).as_dict()
 
 
-def _train_on(workers: int, config: TrainConfig, server: ServerOptions, quiet: bool) -> dict[str, Any]:
+def _train_on(
+    workers: int, config: TrainConfig, server: ServerOptions, quiet: bool, environment: dict[str, str] | None
+) -> dict[str, Any]:
     """Train on several workers, each running the hidden command ``train-worker``."""
     from paceline.launch.supervisor import supervise
     from paceline.report.terminal import ProgressLine
@@ -206,7 +213,14 @@ def _train_on(workers: int, config: TrainConfig, server: ServerOptions, quiet: b
                 line(Progress(**report["progress"]))
 
         command = ["-m", "paceline", "train-worker", json.dumps(dataclasses.asdict(config))]
-        code = supervise(command, workers=workers, on_report=hear, on_stop=lambda: stopped.append(True), server=server)
+        code = supervise(
+            command,
+            workers=workers,
+            environment=environment,
+            on_report=hear,
+            on_stop=lambda: stopped.append(True),
+            server=server,
+        )
     if stopped:
         raise KeyboardInterrupt
     if code != 0 or not results:

@@ -14,7 +14,7 @@ from paceline.launch.environment import POLICY, SERVICE, SUPERVISOR, TORCHRUN, S
 class ProcessEnvironment:
     """What the processes of one run find in their environments: ``base`` (or ours), torchrun's variables and our own.
 
-    What the user has set of the number of threads, Gloo's interface and Python's buffering stays.
+    What the user has set of the number of threads, how they wait, Gloo's interface and Python's buffering stays.
     """
 
     workers: int  # on this host, or for a server all that it expects
@@ -56,6 +56,7 @@ class ProcessEnvironment:
         defaults = {
             "OMP_NUM_THREADS": str(threads_per_worker(self.workers)),
             "GLOO_SOCKET_IFNAME": _loopback_interface(),
+            **brief_spinning(outer),
         }
         fixed = {name: str(value) for name, value in world.items()}
         asked = {} if self.policy is None else {POLICY: self.policy}
@@ -67,6 +68,16 @@ def threads_per_worker(workers: int) -> int:
     """An equal share of the cores that this process may use, at least one."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, usable // workers)
+
+
+def brief_spinning(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that let OpenMP's waiting threads sleep after some microseconds, unless the user has set how they wait.
+
+    By itself libgomp, which torch carries on Linux, spins for milliseconds. Beside other work the waiting threads
+    then keep the one that they wait for off its core. It reads its environment when torch is imported.
+    """
+    set_by_user = any(environment.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
+    return {} if set_by_user else {"GOMP_SPINCOUNT": "1000"}  # as measured by benchmarks/threads.py
 
 
 def _loopback_interface() -> str:

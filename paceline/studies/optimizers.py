@@ -19,7 +19,8 @@ from paceline.problems.models import VECTOR_MODELS
 from paceline.report.series import Axis, Series
 from paceline.seeding import derive_seed, seed_streams
 from paceline.sessions.session import join
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, one_thread, option
+from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.training.threads import one_thread
 from paceline.training.train import evaluate
 
 # The rate of each is the one of a coarse grid (factors of about 3, the best not at its edge) with the lowest
@@ -36,7 +37,6 @@ OPTIMIZERS: dict[str, str] = {
     "adadelta": "adadelta(lr=3.0)",
     "adam": "adam(lr=0.003)",
 }
-SEVEN = tuple(name for name in OPTIMIZERS if name != "sgd")
 
 PANELS = {
     "net1": "net1: softmax",
@@ -47,10 +47,9 @@ PANELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizersStudy(Study):
-    """Train three small networks with seven optimizers and follow the error on the test data.
+    """Train three small networks with eight optimizers and follow the error on the test data.
 
-    Every optimizer starts from the same parameters and sees the same batches. Plain gradient descent is
-    the eighth that --optimizers knows, by the name sgd.
+    Every optimizer starts from the same parameters and sees the same batches. The first is plain gradient descent.
     """
 
     name: ClassVar[str] = "optimizers"
@@ -58,7 +57,7 @@ class OptimizersStudy(Study):
 
     problem: str = option("mnist", "What to train on; digits needs no data.")
     networks: tuple[str, ...] = option(("net1", "net2", "net3"), f"Out of {', '.join(VECTOR_MODELS)}.")
-    optimizers: tuple[str, ...] = option(SEVEN, f"Out of {', '.join(OPTIMIZERS)}.")
+    optimizers: tuple[str, ...] = option(tuple(OPTIMIZERS), f"Out of {', '.join(OPTIMIZERS)}.")
     steps: int = option(20_000, "Updates of every run.")
     batch_size: int = option(128, "Examples in a step.")
     evaluate_every: int | None = option(None, "Updates between two evaluations.  [default: a 40th of --steps]")

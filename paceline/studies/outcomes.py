@@ -26,7 +26,8 @@ TIMES = (
     Column(name="+-", decimals=4),
     Column(name="formula", decimals=4),
     Column(name="examples/s"),
-    Column(name="efficiency %", decimals=1),
+    Column(name="scaling efficiency %", decimals=1),
+    Column(name="parallel efficiency %", decimals=1),
     Column(name="stale"),
     Column(name="waits %", decimals=1),
     Column(name="wasted %", decimals=1),
@@ -46,12 +47,17 @@ def times_row(case: Scenario, learned: TrainingOutcome) -> tuple[Cell, ...]:
         run.iteration_error,
         formula_of(case),
         finite(run.throughput),
-        None if run.efficiency is None else 100 * run.efficiency,
+        _percent(run.scaling_efficiency),
+        _percent(run.parallel_efficiency),
         run.staleness,
         100 * run.waiting,
         100 * run.thrown_away,
         None if moved == case.nbytes == 0 else moved / run.commits / 1e6,
     )
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def formula_of(case: Scenario) -> float | None:

@@ -22,7 +22,8 @@ from paceline.studies.outcomes import (
     staleness_series,
     times_row,
 )
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, one_thread, option
+from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.training.threads import one_thread
 from paceline.virtual.formulas import NoFormulaError
 from paceline.virtual.simulate import Scenario
 from paceline.virtual.training import TrainingOutcome, TrainingPlan
@@ -200,9 +201,11 @@ class Simulation(Study):
     def _notes(self, problem: Problem | None) -> tuple[str, ...]:
         notes = [
             "Seconds are those of the virtual clock: compute times as drawn, and messages as the link's model has "
-            "them. Efficiency is throughput over that of as many workers who compute alone and never wait. Stale "
-            "are commits between read and use, on average. Waits and wasted (cancelled, or too late) are shares of the "
-            "workers' time.",
+            "them. Scaling efficiency is the time of an iteration on one worker over the time per commit on all "
+            "(DS-UA 301, lecture 10); it can be above 100 where a commit has fewer pushes than there are workers, and "
+            "under strong scaling. Parallel efficiency is throughput over that of as many workers who compute alone "
+            "and never wait. Stale are commits between read and use, on average. Waits and wasted (cancelled, or too "
+            "late) are shares of the workers' time.",
             "The formula is the closed form of the time per commit without messages, where one is known; +- is the "
             "standard error of the mean as if commits were independent.",
         ]

@@ -10,7 +10,8 @@ from paceline.errors import UsageError
 from paceline.report.series import Axis, Series
 from paceline.studies.cases import Runs, run_cases
 from paceline.studies.outcomes import record_of
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, one_thread, option
+from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.training.threads import one_thread
 from paceline.virtual.formulas import NoFormulaError, order_statistic
 from paceline.virtual.simulate import Scenario
 from paceline.virtual.training import TrainingOutcome

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
-
-import torch
 
 from paceline.interrupts import Interrupts
 from paceline.report.series import Axis, Series
@@ -100,19 +97,3 @@ class StudyResult:
             "options": asdict(self.study),
             **values,
         }
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread inside the block, and as many as before after it.
-
-    Results then do not depend on the machine's number of cores. Two threads were also slower where that was
-    measured, on two cores with other work: the deck's third network took 5 ms of processor time a step in one
-    thread, and more than 20 in two. An idle machine was not measured.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

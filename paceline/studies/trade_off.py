@@ -13,7 +13,8 @@ from paceline.problems import ProblemOptions, load_problem
 from paceline.report.series import Axis
 from paceline.studies.cases import run_cases
 from paceline.studies.outcomes import curve_series, finite, record_of
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, one_thread, option
+from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.training.threads import one_thread
 from paceline.virtual.simulate import Scenario
 from paceline.virtual.training import Point, TrainingOutcome, TrainingPlan
 

@@ -179,7 +179,8 @@ class Simulated:
     dropped: int  # pushes that came too late
     bytes_in: float  # to the server, in all
     bytes_out: float  # from the server, or between peers
-    efficiency: float | None  # throughput over that of so many workers that compute alone and never wait
+    scaling_efficiency: float | None  # seconds of an iteration on worker 0 alone over those of a commit
+    parallel_efficiency: float | None  # throughput over that of so many workers that compute alone and never wait
 
 
 def simulate(scenario: Scenario, *, commits: int | None = 1000, seconds: float = math.inf) -> Simulated:
@@ -212,13 +213,14 @@ def summary(scenario: Scenario, cluster: Cluster) -> Simulated:
     end = tally.commit_times[-1]
     stale = sum(staleness * count for staleness, count in tally.staleness.items())
     throughput = tally.examples / end if end else math.inf
+    iteration = float(gaps.mean())
     return Simulated(
         policy=str(scenario.policy),
         workers=scenario.workers,
         delay=str(scenario.delay),
         commits=len(gaps),
         seconds=now,
-        iteration=float(gaps.mean()),
+        iteration=iteration,
         iteration_error=float(gaps.std(ddof=1) / math.sqrt(len(gaps))) if len(gaps) > 1 else None,
         pushes=tally.pushes,
         throughput=throughput,
@@ -230,7 +232,8 @@ def summary(scenario: Scenario, cluster: Cluster) -> Simulated:
         dropped=tally.dropped,
         bytes_in=cluster.network.bytes_in,
         bytes_out=cluster.network.bytes_out,
-        efficiency=_efficiency(cluster, throughput),
+        scaling_efficiency=_scaling_efficiency(scenario, iteration),
+        parallel_efficiency=_parallel_efficiency(cluster, throughput),
     )
 
 
@@ -240,7 +243,13 @@ def as_record(result: Simulated) -> dict[str, Any]:
     return {name: None if value in (math.inf, -math.inf) else value for name, value in values.items()}
 
 
-def _efficiency(cluster: Cluster, throughput: float) -> float | None:
+def _scaling_efficiency(scenario: Scenario, iteration: float) -> float | None:
+    """An iteration of one worker is a mini-batch and no message; under strong scaling it is that of all workers."""
+    alone = parse_delay(scenario.delay).mean(0)
+    return alone / iteration if iteration > 0 and math.isfinite(alone) else None
+
+
+def _parallel_efficiency(cluster: Cluster, throughput: float) -> float | None:
     alone = sum(cluster.examples / mean for mean in cluster.mean_times() if mean > 0)
     return throughput / alone if alone and math.isfinite(throughput) else None
 
