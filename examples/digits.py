@@ -5,6 +5,8 @@ python examples/digits.py
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -19,14 +21,18 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss_fn = nn.CrossEntropyLoss()
 
+    last_loss = math.nan
+
     with paceline.join(model, optimizer) as session:
         for x, y in session.batches(dataset, batch_size=64, epochs=10):
-            with session.step():
+            with session.step() as step:
                 loss = loss_fn(model(x), y)
                 loss.backward()
+            if not step.cancelled:  # as some policies do with late work: then the block may have ended before its loss
+                last_loss = loss.item()
 
         if session.rank == 0:
-            print(f"{session.steps} steps, last loss {loss.item():.4f}")
+            print(f"{session.steps} steps, last loss {last_loss:.4f}")
 
 
 if __name__ == "__main__":

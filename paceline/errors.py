@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
 
 
 class PacelineError(Exception):
@@ -44,6 +45,14 @@ class CommError(PacelineError, RuntimeError):
 
 class WireError(PacelineError):
     """Bytes from another process are no message, or not one that may come here and now; they were not used."""
+
+
+def check_whole(name: str, value: object, *, least: int = 1) -> None:
+    """Raise unless a value is a whole number of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise UsageError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
+        raise UsageError(f"{name} must be at least {least}, got {value}")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:

@@ -32,6 +32,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "problem": (["train", "digit"], "Did you mean 'digits'"),
     "problem file": (["train", "nowhere/mine.py"], "nowhere/mine.py"),
     "bench's ranks": (["bench", "collectives", "--ranks", "1"], "--ranks must be at least 2, got 1"),
+    "bench's seconds": (["bench", "collectives", "--seconds", "-1"], "--seconds must be above 0 and finite, got -1"),
     "bench's model": (["bench", "step", "--models", "net9"], "Did you mean 'net"),
     "bench's rounds": (["bench", "step", "--rounds", "0"], "at least 1"),
     "policy": (["train", "--policy", "all-redce"], "Did you mean 'all-reduce'"),
@@ -74,6 +75,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "delay that kills": (["train", "--workers", "2", "--delay", "1 fails(0, 5)"], "fails.*kill"),
     "delay's unit": (["train", "--delay", "1", "--delay-unit", "40"], "40 has no unit"),
     "unit without a delay": (["train", "--delay-unit", "40ms"], '--delay "1.exp.0.5." --delay-unit 40ms'),
+    "servers for a small model": (
+        ["train", "quadratic", "--workers", "2", "--policy", "async", "--servers", "9"],
+        "1 trained tensors cannot be dealt out to 9 servers",
+    ),
     "respawn without a server": (["train", "--workers", "2", "--respawn"], "--respawn wants a policy with a parameter"),
 }
 

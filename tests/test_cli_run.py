@@ -50,6 +50,12 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
         (["--workers", "3", "--respawn"], 3, None, ServerOptions(respawn=True)),
         (["--policy", "k-sync(k=1)", "--respawn"], 1, "k-sync(k=1)", ServerOptions(needed=True, respawn=True)),
         (["--delay", "1+exp(0.5)"], 1, None, ServerOptions(delay=("1+exp(0.5)", 1.0))),
+        (
+            ["--join", "node1:47", "--token-file", "token", "--policy", "k-sync(k=9)"],  # the others are elsewhere
+            1,
+            "k-sync(k=9)",
+            ServerOptions(join="tcp://node1:47", token=TOKEN),
+        ),
         (["--delay", "2", "--delay-unit", "40ms"], 1, None, ServerOptions(delay=("2", 0.04))),
         (
             ["--workers", "2", "--join", "node1:47", "--token-file", "token", "--policy", "async"],
@@ -123,6 +129,12 @@ MISTAKES = {
     "token file not there": ("run --join a:1 --token-file none script.py", "none: No such file"),
     "address": ("run --join node1 --token-file token script.py", "--join wants host:port.*'node1'"),
     "address of nobody": ("run --join 0.0.0.0:4 --token-file token script.py", "address of a server"),
+    "option": ("run --worker 2 script.py", "No such option.*--worker\\b.*Did you mean .*--workers"),
+    "option with its value": ("run --polcy=async script.py", "No such option.*--polcy\\b.*Did you mean .*--policy"),
+    "option like no other": ("run -x script.py", "No such option.*-x"),
+    "serve's option": ("serve --workers 2 --bnd a:1 script.py", "No such option.*--bnd\\b.*Did you mean .*--bind"),
+    "k above the workers": ("run --workers 4 --policy 'k-sync(k=9)' script.py", "needs 9 workers, and the run has 4"),
+    "serve's k": ("serve --workers 4 --policy 'k-sync(k=9)' script.py", "needs 9 workers, and the run has 4"),
     "serve's workers": ("serve script.py", "--workers"),
     "serve's number of workers": ("serve --workers 0 script.py", "at least 1 worker, got 0"),
     "serve's script": ("serve --workers 2 none.py", "no such script: none.py"),

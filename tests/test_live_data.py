@@ -194,6 +194,13 @@ def test_refresh_does_not_come_between_a_batch_and_its_step(pair: Pair) -> None:
         pair.session.refresh()
 
 
+def test_an_evaluation_does_not_take_the_sessions_batches(pair: Pair) -> None:
+    train(pair.session, pair.own.model, samples(COUNT), batch_size=4, epochs=1)
+    with pytest.raises(UsageError, match=r"12 samples in batches of 4, now 5 in batches of 5.*a plain DataLoader"):
+        pair.session.batches(samples(5), 5)
+    assert train(pair.session, pair.own.model, samples(COUNT), batch_size=4, epochs=2) == [False] * 3
+
+
 def test_an_epoch_that_is_broken_off_goes_on(pair: Pair) -> None:
     """A batch without a step is not used; an answer to what was asked before is not taken for another."""
     for places in handed_out(pair):

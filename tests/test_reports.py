@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
+import paceline
 from paceline.errors import UsageError
 from paceline.launch import reports
 
@@ -120,6 +122,35 @@ def test_a_failure_names_what_it_goes_back_to(reading: int, action: Callable[[],
     assert report["first_types"][0] == first.split(":")[0]
     assert report["first_types"][-1] == "object"
     assert report["traceback"] == "".join(traceback.format_exception(error))
+
+
+def test_a_users_mistake_is_shown_without_our_frames(reading: int) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def mistaken() -> None:
+        paceline.join(model, optimizer, policy="k-sync(k=nine)")
+
+    reports.report_failure(raised(mistaken))
+    (report,) = received(reading)
+    head, *places, _ = report["traceback"].splitlines()
+    files = [line for line in places if line.lstrip().startswith("File ")]
+    assert head == "Traceback (most recent call last):"
+    assert len(files) == 2 and all(__file__ in line for line in files), report["traceback"]
+    assert report["traceback"].splitlines()[-1].startswith("paceline.errors.UsageError: ")
+
+
+def test_what_led_a_user_to_a_mistake_is_shown_too(reading: int) -> None:
+    def mistaken() -> None:
+        try:
+            raise KeyError("policy")
+        except KeyError:
+            paceline.parse_policy("k-sync(")
+
+    reports.report_failure(raised(mistaken))
+    (report,) = received(reading)
+    assert "KeyError: 'policy'" in report["traceback"]
+    assert "During handling of the above exception" in report["traceback"]
 
 
 def test_threads_do_not_mix_their_lines(reading: int) -> None:

@@ -226,7 +226,9 @@ def test_padding_with_a_minus_sign_too_many_would_not_fill_up(sampler: ShardedSa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ({"num_samples": 0}, "the data set is empty: it has 0 samples, and an epoch needs at least 1"),
+        ({"num_samples": -1}, "num_samples must be at least 1, got -1"),
+        ({"batch_size": 32.0}, "batch_size must be a whole number, got 32.0"),
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"batch_size": -4}, "batch_size must be at least 1, got -4"),
         ({"world_size": 0}, "world_size must be at least 1, got 0"),

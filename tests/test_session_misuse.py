@@ -42,6 +42,8 @@ def backward(session: paceline.Session) -> None:
         ({"save_every": 0}, "save_every must be at least 1"),
         ({"keep": 0}, "keep must be at least 1"),
         ({"log_every": -1}, "log_every must be at least 1"),
+        ({"save_every": 2.5}, "save_every must be a whole number, got 2.5"),
+        ({"keep": "3"}, "keep must be a whole number, got '3'"),
         ({"on_nan": "stopp"}, "Did you mean 'stop'"),
         ({"scheduler": "cosine"}, "scheduler must be"),
         ({"scheduler": [1]}, "scheduler must be"),
@@ -196,6 +198,13 @@ def test_the_rate_in_the_metrics_is_the_one_of_the_step(tmp_path: Path) -> None:
         (iter([1, 2]), {"batch_size": 4}, "batch_size"),
         (DATASET, {"batch_size": 41}, "41"),
         (DATASET, {"batch_size": 0}, "batch_size"),
+        (DATASET, {"batch_size": 32.0}, "batch_size must be a whole number, got 32.0"),
+        (DATASET, {"batch_size": "32"}, "batch_size must be a whole number, got '32'"),
+        (DATASET, {"batch_size": True}, "batch_size must be a whole number, got True"),
+        (DATASET, {"batch_size": 8, "epochs": 2.0}, "epochs must be a whole number, got 2.0"),
+        (DATASET, {"batch_size": 8, "epochs": -1}, "epochs must be at least 0, got -1"),
+        (Counted(), {"batch_size": "4"}, "batch_size must be a whole number, got '4'"),
+        ([], {"batch_size": 4}, "the data set is empty"),
         (DATASET, {"batch_size": 4, "last": "shor"}, "Did you mean 'short'"),
         (DATASET, {"batch_size": 4, "drop_last": True}, "last"),
         (DATASET, {"batch_size": 4, "sampler": [1]}, "sampler"),
@@ -208,6 +217,12 @@ def test_the_rate_in_the_metrics_is_the_one_of_the_step(tmp_path: Path) -> None:
 def test_batches_say_what_they_want(source: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         next(join().batches(source, **arguments))
+
+
+@pytest.mark.parametrize("count", [2.0, "2", None])
+def test_a_number_of_epochs_is_whole(count: Any) -> None:
+    with pytest.raises(UsageError, match="the number of epochs must be a whole number"):
+        next(join().epochs(count))
 
 
 def test_two_loops_over_batches_at_once_are_refused() -> None:
@@ -258,3 +273,60 @@ def test_a_failure_of_the_update_itself_passes_through() -> None:
     with pytest.raises(ZeroDivisionError), session.step():
         F.cross_entropy(model(INPUTS), TARGETS).backward()  # type: ignore[no-untyped-call]
     assert session.steps == 0
+
+
+def test_batches_without_a_step_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with join() as session:
+        for _ in session.batches(DATASET, 8):
+            pass
+    (told,) = caplog.messages
+    assert "opened no step" in told and "with session.step():" in told
+
+
+def test_batches_before_an_error_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ZeroDivisionError), join() as session:
+        for _ in session.batches(DATASET, 8):
+            raise ZeroDivisionError
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_second_update_in_a_step_is_told_of_once(scaled: bool, caplog: pytest.LogCaptureFixture) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    with join() as session:
+        (optimizer,) = session._train_state.optimizers
+        for _ in session.batches(DATASET, 8):
+            with session.step():
+                loss = F.cross_entropy(session._train_state.model(INPUTS), TARGETS)
+                if scaled:
+                    torch.autograd.backward(scaler.scale(loss))
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    torch.autograd.backward(loss)
+                    optimizer.step()
+    (told,) = caplog.messages
+    assert told.startswith("step 0: optimizer.step() was called inside the block")
+
+
+@pytest.mark.parametrize("case", ["plain", "LBFGS", "scaler"])
+def test_the_sessions_own_update_is_not_told_of(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    optimizer = LBFGS(model.parameters(), max_iter=2) if case == "LBFGS" else SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu") if case == "scaler" else None
+
+    def loss() -> torch.Tensor:
+        value = F.cross_entropy(model(INPUTS), TARGETS)
+        torch.autograd.backward(value if scaler is None else scaler.scale(value))
+        return value
+
+    with paceline.join(model, optimizer, scaler=scaler) as session:
+        for _ in range(2):
+            if case == "LBFGS":
+                session.minimize(loss)
+            else:
+                with session.step():
+                    loss()
+    assert caplog.messages == []
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    assert caplog.messages == [], "nor is an update after the session's end"

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,7 +22,7 @@ from paceline.commands.options import PathType, delay_options, needs_server, rea
 from paceline.commands.replay import replay
 from paceline.commands.run import run, serve
 from paceline.errors import CommError, PacelineError, UsageError, unknown_name
-from paceline.interrupts import INTERRUPTED, Interrupts, answered, end_at_once
+from paceline.interrupts import INTERRUPTED, Interrupts, StopRequest, answered, end_at_once
 from paceline.launch.environment import read_world
 from paceline.launch.reports import supervised
 from paceline.version import __version__
@@ -137,6 +137,9 @@ def train(
     **options: Any,
 ) -> None:
     """Train a built-in PROBLEM, or the one that a Python file makes (path/to/file.py)."""
+    asking = "--respawn" if respawn else "--servers" if servers > 1 else None
+    if resume is None:
+        needs_server(options["policy"], asking, workers)  # before torch is imported
     from paceline.launch.service import ServerOptions
     from paceline.training.threads import one_thread, wants_one_thread
     from paceline.training.train import TrainConfig, check_config, load_config_problem
@@ -150,9 +153,9 @@ def train(
     schedule = _schedule_config(options)
     config = TrainConfig(schedule=schedule, **options)
     problem = load_config_problem(config)
-    check_config(config, problem, workers)
+    check_config(config, problem, workers, servers)
     server = ServerOptions(
-        needed=needs_server(config.policy, "--respawn" if respawn else "--servers" if servers > 1 else None),
+        needed=needs_server(config.policy, asking, workers),
         respawn=respawn,
         delay=read_delay(delay, delay_unit, workers),
         servers=servers,
@@ -184,9 +187,9 @@ def _train_here(config: TrainConfig, problem: Problem, quiet: bool) -> dict[str,
     from paceline.report.terminal import ProgressLine
     from paceline.training.train import train as train_problem
 
-    with _asked_to_stop() as stop, contextlib.ExitStack() as stack:
+    with StopRequest().heard() as request, contextlib.ExitStack() as stack:
         watch = None if quiet else stack.enter_context(ProgressLine(problem.name))
-        return train_problem(config, problem, watch, lambda: bool(stop)).as_dict()
+        return train_problem(config, problem, watch, lambda: request.asked).as_dict()
 
 
 def _train_on(
@@ -244,12 +247,12 @@ def train_worker(config: str) -> None:
             last = time.monotonic()
             report("progress", step=progress.step, progress=dataclasses.asdict(progress))
 
-    with _asked_to_stop() as stop:
+    with StopRequest().heard() as request:
         whole = TrainConfig.from_dict(json.loads(config))
         try:
-            result = train_problem(whole, watch=watch, stop=lambda: bool(stop))
+            result = train_problem(whole, watch=watch, stop=lambda: request.asked)
         except CommError as error:
-            if stop:  # worker 0 has saved and gone
+            if request.asked:  # worker 0 has saved and gone
                 raise KeyboardInterrupt from error
             raise
     report("result", result=result.as_dict())
@@ -316,24 +319,6 @@ def _free_directory(option: str, name: Callable[[int], str]) -> Path:
             ) from error
         else:
             return path
-
-
-@contextlib.contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """Collect the first SIGINT or SIGTERM, for a run to stop at a good moment; a second one interrupts at once."""
-    caught: list[int] = []
-
-    def handle(number: int, _: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Studies(click.Group):
@@ -481,6 +466,8 @@ def bench_collectives(ranks: tuple[int, ...], seconds: float, quick: bool, as_js
     from paceline.report.table import print_table
 
     _check_ranks(ranks)
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--seconds must be above 0 and finite, got {seconds:g}")
     sizes = SIZES[:2] if quick else SIZES
     rows = []
     for count in ranks:

@@ -36,13 +36,19 @@ def servers_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--servers", type=int, default=1, show_default=True, help=text)(command)
 
 
-def needs_server(policy: str | None, asked_by: str | None) -> bool:
-    """Whether a policy has a parameter server; if not, an option or command that asks for one is a mistake."""
+def needs_server(policy: str | None, asked_by: str | None, workers: int | None) -> bool:
+    """Whether a policy has a parameter server; if not, an option or command that asks for one is a mistake.
+
+    So is a policy that cannot be run with so many workers, if their number is known.
+    """
     if policy is None:
         return False
     from paceline.policies import POLICIES, ServerPolicy, parse_policy
 
-    if isinstance(parse_policy(policy), ServerPolicy):
+    parsed = parse_policy(policy)
+    if isinstance(parsed, ServerPolicy):
+        if workers is not None:
+            parsed.begin(workers)
         return True
     if asked_by is not None:
         known = ", ".join(name for name, kind in POLICIES.items() if issubclass(kind, ServerPolicy))

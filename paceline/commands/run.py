@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
 import socket
 import sys
@@ -55,17 +56,19 @@ def run(
     if address is not None and servers != 1:
         raise UsageError("--servers is for who starts the servers; with --join HOST:PORT they run already")
     asking = {"--respawn": respawn, "--join": address is not None, "--servers": servers > 1}
-    needed = needs_server(policy, next((option for option, asked in asking.items() if asked), None))
+    here = workers if address is None else None  # with --join there may be more elsewhere
+    needed = needs_server(policy, next((option for option, asked in asking.items() if asked), None), here)
     server = ServerOptions(
         needed=needed and address is None,
         respawn=respawn,
         trusted=trusted_network,
         join=None if address is None else read_address(address),
         token=None if address is None else find_token(token_file),
-        delay=read_delay(delay, delay_unit, workers if address is None else None),
+        delay=read_delay(delay, delay_unit, here),
         servers=servers,
     )
-    return supervise(command, workers=workers, policy=policy, on_stop=_tell_of_interrupt, server=server)
+    ending = _Ending()
+    return supervise(command, workers=workers, policy=policy, on_report=ending.hear, on_stop=ending.tell, server=server)
 
 
 @click.command(context_settings=_TAKES_A_COMMAND)
@@ -98,12 +101,15 @@ def serve(
     from paceline.launch.service import ServerOptions
     from paceline.launch.supervisor import check_command, supervise
 
-    needs_server(policy, "serve")
+    needs_server(policy, "serve", workers)
     check_command(command, workers)
     where = read_bind(bind)
     token, file = find_or_make_token(token_file)
 
+    ending = _Ending()
+
     def hear(rank: int, report: dict[str, Any]) -> None:
+        ending.hear(rank, report)
         if report["event"] == "serving":
             address = reachable(report["address"], socket.gethostname())
             options = ["--join", address]
@@ -119,11 +125,21 @@ def serve(
             sys.stdout.flush()
 
     server = ServerOptions(alone=True, bind=where, trusted=trusted_network, token=token, servers=servers)
-    return supervise(command, workers=workers, policy=policy, on_report=hear, on_stop=_tell_of_interrupt, server=server)
+    return supervise(command, workers=workers, policy=policy, on_report=hear, on_stop=ending.tell, server=server)
 
 
-def _tell_of_interrupt() -> None:
-    print("paceline: interrupted", file=sys.stderr)
+class _Ending:
+    """What to say when a signal has ended a run: where it was, and whether it can go on."""
+
+    def __init__(self) -> None:
+        self._where = ""
+
+    def hear(self, _: int, report: dict[str, Any]) -> None:
+        if report["event"] == "interrupted" and report["saved"] is not None:
+            self._where = f" after step {report['step']}; saved in {report['saved']}, go on with join(..., resume=True)"
+
+    def tell(self) -> None:
+        print(f"paceline: interrupted{self._where}", file=sys.stderr)
 
 
 def _check_command(example: str, command: tuple[str, ...]) -> None:
@@ -131,3 +147,7 @@ def _check_command(example: str, command: tuple[str, ...]) -> None:
         raise UsageError(
             f"{example.split()[0]} wants a script or -m MODULE, as in: paceline {example} script.py ARGUMENTS"
         )
+    name = command[0].partition("=")[0]
+    if name.startswith("-") and name != "-m":
+        known = [option for parameter in click.get_current_context().command.params for option in parameter.opts]
+        raise click.NoSuchOption(name, possibilities=difflib.get_close_matches(name, known, n=1))

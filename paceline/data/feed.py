@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from paceline.data.sampler import Last, Shard, ShardedSampler
-from paceline.errors import UsageError, unknown_name
+from paceline.errors import UsageError, check_whole, unknown_name
 from paceline.seeding import capture_streams, derive_seed, restore_streams, seed_streams
 
 
@@ -229,6 +229,8 @@ def resolve(
         shuffle, last = isinstance(source.sampler, RandomSampler), "drop" if source.drop_last else "short"
         source = source.dataset
     _check_options(loader_options)
+    if batch_size is not None:
+        check_whole("batch_size", batch_size)
     if isinstance(source, IterableDataset):
         return DataLoader(source, batch_size=batch_size, **loader_options)
     if batch_size is not None or loader_options or isinstance(source, Dataset):

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from paceline.errors import UsageError, unknown_name
+from paceline.errors import UsageError, check_whole, unknown_name
 from paceline.seeding import derive_seed
 
 Last = Literal["short", "drop", "pad"]
@@ -59,9 +59,10 @@ class ShardedSampler:
     last: Last = "short"
 
     def __post_init__(self) -> None:
+        if self.num_samples == 0:
+            raise UsageError("the data set is empty: it has 0 samples, and an epoch needs at least 1")
         for option in ("num_samples", "batch_size", "world_size"):
-            if getattr(self, option) < 1:
-                raise UsageError(f"{option} must be at least 1, got {getattr(self, option)}")
+            check_whole(option, getattr(self, option))
         if not 0 <= self.rank < self.world_size:
             wanted = f"use 0 to {self.world_size - 1}"
             raise UsageError(f"rank {self.rank} is outside a world of {self.world_size}; {wanted}")

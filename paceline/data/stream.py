@@ -20,6 +20,7 @@ class BatchStream:
     def __init__(self) -> None:
         self.epoch = 0
         self.batch: Fetched | None = None  # handed out and not used yet
+        self.handed_out = False  # any batch, in this process
         self.consumed = 0  # the feed's position behind the last batch used
         self._at_start: dict[str, Any] | None = None  # what the order of the present epoch depends on
         self._unit: str | None = None  # what the position counts
@@ -46,7 +47,7 @@ class BatchStream:
             end = self.epoch + 1 if epochs is None else epochs
             while self.epoch < end:
                 for batch in self._rest_of_epoch(feed):
-                    self.batch = batch
+                    self.batch, self.handed_out = batch, True
                     yield batch.data
                     self.use()
                 self._finish_epoch(feed)

@@ -19,6 +19,8 @@ _LONGEST = 32_000  # characters of a text: more of a traceback than anyone reads
 
 _OUR_FILES = (str(Path(__file__).with_name("worker.py")), runpy.__file__, "<frozen runpy>")
 
+_OUR_CODE = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)  # and what calls it there
+
 _descriptor: int | None = None
 _writing = threading.RLock()  # reentrant: a signal handler may report while its thread is reporting
 
@@ -78,7 +80,7 @@ def report_failure(error: BaseException) -> None:
     report(
         "failed",
         type=type(error).__name__,
-        traceback="".join(traceback.format_exception(type(error), error, frames_of_the_script(error))),
+        traceback="".join(_readable(error).format()),
         first_types=[kind.__name__ for kind in type(first).__mro__],
         first_message="".join(traceback.format_exception_only(first)),
     )
@@ -90,6 +92,28 @@ def frames_of_the_script(error: BaseException) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename in _OUR_FILES:
         frames = frames.tb_next
     return frames
+
+
+def _readable(error: BaseException) -> traceback.TracebackException:
+    """The traceback to show; of the user's own mistake it has the user's frames alone, up to the call of ours."""
+    shown = traceback.TracebackException(type(error), error, frames_of_the_script(error))
+    if isinstance(error, UsageError):
+        _leave_out_ours(shown)
+    return shown
+
+
+def _leave_out_ours(shown: traceback.TracebackException) -> None:
+    """Leave out our frames, and the exceptions before it that were raised and caught inside of them."""
+    for before in (shown.__cause__, shown.__context__):
+        if before is not None:
+            _leave_out_ours(before)
+    shown.stack = traceback.StackSummary.from_list(
+        [frame for frame in shown.stack if not frame.filename.startswith(_OUR_CODE)]
+    )
+    if shown.__cause__ is not None and not shown.__cause__.stack:
+        shown.__cause__ = None
+    if shown.__context__ is not None and not shown.__context__.stack:
+        shown.__context__ = None
 
 
 def _first_cause(error: BaseException) -> BaseException:

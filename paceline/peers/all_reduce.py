@@ -32,16 +32,22 @@ class AllReduceExchange(PeersExchange):
         self._reducer.weigh(_weight(examples, total))
 
     def begin(
-        self, *, examples: int, total: int | None, loss: Callable[[], float | None], tag: int | None = None
+        self,
+        *,
+        examples: int,
+        total: int | None,
+        loss: Callable[[], float | None],
+        stop: Callable[[], bool] = lambda: False,
+        tag: int | None = None,
     ) -> None:
         passes = [*self._accumulated, (examples, total)]
         self._accumulated = []
         if len(passes) > 1 and all(known is not None for _, known in passes):
-            self._reducer.arm(examples=examples, total=total, loss=loss, tag=tag, weighted=True)
+            self._reducer.arm(examples=examples, total=total, loss=loss, stop=stop, tag=tag, weighted=True)
             self._reducer.weigh(_weight(examples, total))
             return
         # Without totals all passes of a worker get one weight, by their examples together.
-        self._reducer.arm(examples=sum(count for count, _ in passes), total=total, loss=loss, tag=tag)
+        self._reducer.arm(examples=sum(count for count, _ in passes), total=total, loss=loss, stop=stop, tag=tag)
         if len(passes) > 1:
             self._reducer.weigh(_weight(examples, None))
 

@@ -12,7 +12,7 @@ from paceline.peers.group import Peers
 from paceline.peers.tensors import send_tensors
 
 _HALVES = (torch.float16, torch.bfloat16)
-_TAG, _WEIGHT = -2, -1  # where the numbers that ride behind the parameters lie
+_TAG, _WEIGHT, _STOP = -3, -2, -1  # where the numbers that ride behind the parameters lie
 _TAG_PERIOD = 1 << 10  # sums over up to 16,000 workers stay exact in float32
 
 
@@ -27,8 +27,11 @@ class Averager:
         self._parameters, self._buffers, self._peers = parameters, buffers, peers
         self._flats: dict[torch.dtype, Tensor] = {}
 
-    def average(self, *, weight: float, tag: int) -> None:
-        """Average; all workers call it together, with the same ``tag``, or they are told that they are out of step."""
+    def average(self, *, weight: float, tag: int, stop: bool = False) -> bool:
+        """Average; all workers call it together, with the same ``tag``, or they are told that they are out of step.
+
+        True if ``stop`` was true on any worker.
+        """
         buffers = self._buffers()
         tensors = [tensor for tensor in (*self._parameters, *buffers) if _is_continuous(tensor)]
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -36,29 +39,30 @@ class Averager:
             by_dtype.setdefault(torch.float32 if tensor.dtype in _HALVES else tensor.dtype, []).append(tensor)
         with self._peers.explain("averaging the parameters"), torch.no_grad():
             for dtype, group in by_dtype.items():
-                self._average(self._flat(dtype, group), group, weight, tag)
+                stop = self._average(self._flat(dtype, group), group, weight, tag, stop)
             send_tensors([buffer for buffer in buffers if not _is_continuous(buffer)], self._peers)
+        return stop
 
     def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-        count = sum(tensor.numel() for tensor in tensors) + 2
+        count = sum(tensor.numel() for tensor in tensors) - _TAG
         if dtype not in self._flats or len(self._flats[dtype]) != count:
             self._flats[dtype] = self._peers.buffer(count, dtype, self._peers.device)
         return self._flats[dtype]
 
-    def _average(self, flat: Tensor, tensors: Sequence[Tensor], weight: float, tag: int) -> None:
+    def _average(self, flat: Tensor, tensors: Sequence[Tensor], weight: float, tag: int, stop: bool) -> bool:
         parts = torch.split(flat[:_TAG], [tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             part.copy_(tensor.reshape(-1))
         flat[:_TAG].mul_(weight)
-        flat[_TAG], flat[_WEIGHT] = tag % _TAG_PERIOD, weight
+        flat[_TAG], flat[_WEIGHT], flat[_STOP] = tag % _TAG_PERIOD, weight, stop
         self._peers.all_reduce(flat, now=True).wait()
         self._check_tag(flat[_TAG].item(), tag)
         total = flat[_WEIGHT].item()
-        if total == 0:  # nobody has used an example: nothing has changed
-            return
-        flat[:_TAG].div_(total)
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        if total != 0:  # else nobody has used an example, and nothing has changed
+            flat[:_TAG].div_(total)
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+        return bool(flat[_STOP].item() > 0)
 
     def _check_tag(self, found: complex, tag: int) -> None:
         wanted = tag % _TAG_PERIOD * self._peers.size

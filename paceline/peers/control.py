@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.errors import CommError
 from paceline.peers.group import Peers
 
-_TAG, _TOTAL, _EXAMPLES, _LOSS, _LOSSES, _USED = range(6)
+_TAG, _TOTAL, _EXAMPLES, _LOSS, _LOSSES, _STOP, _USED = range(7)
 _TAG_PERIOD = 1 << 10  # sums over up to 16,000 workers stay exact in float32
 
 
@@ -23,10 +23,11 @@ class Told:
     loss: float | None  # mean over the workers that told theirs
     used: Callable[[int], bool]  # whether any worker had a gradient for the parameter
     waited_seconds: tuple[float, ...]  # how much longer the slowest worker computed than each
+    stop: bool  # whether any worker was asked to stop
 
 
 class Control:
-    """Numbers in float32: a tag of the exchange, examples, losses, who used what, everybody's compute time.
+    """Numbers in float32: a tag of the exchange, examples, losses, who is to stop, who used what, compute times.
 
     A worker fills in its own and leaves the others' places zero, so the sum over all workers is the whole table.
     """
@@ -49,6 +50,7 @@ class Control:
         examples: int,
         total: int,
         loss: float | None,
+        stop: bool,
         used: Collection[int],
         compute_seconds: float,
     ) -> None:
@@ -58,6 +60,7 @@ class Control:
         row[_TAG], row[_TOTAL], row[_EXAMPLES] = tag % _TAG_PERIOD, total % _TAG_PERIOD, examples
         if loss is not None and examples > 0:
             row[_LOSS], row[_LOSSES] = loss * examples, examples
+        row[_STOP] = stop
         flags = row[_USED : _USED + self._num_parameters]
         flags[slice(None) if len(used) == self._num_parameters else list(used)] = 1.0
         row[_USED + self._num_parameters + self._peers.rank] = compute_seconds
@@ -75,6 +78,7 @@ class Control:
             loss=row[_LOSS] / row[_LOSSES] if row[_LOSSES] else None,
             used=lambda index: row[_USED + index] > 0,
             waited_seconds=tuple(max(seconds) - own for own in seconds),
+            stop=row[_STOP] > 0,
         )
 
     def _compare(self, what: str, found: float, own: int, question: str) -> None:

@@ -32,7 +32,13 @@ class Exchange(Protocol):
         ...
 
     def begin(
-        self, *, examples: int, total: int | None, loss: Callable[[], float | None], tag: int | None = None
+        self,
+        *,
+        examples: int,
+        total: int | None,
+        loss: Callable[[], float | None],
+        stop: Callable[[], bool] = lambda: False,
+        tag: int | None = None,
     ) -> None:
         """Before forward: a backward pass is to come after which the parameters are updated."""
         ...
@@ -41,8 +47,8 @@ class Exchange(Protocol):
         """Before the update: the gradients are what the optimizer is to step on when this returns."""
         ...
 
-    def updated(self, steps: int) -> None:
-        """After the update, of which there were ``steps`` so far."""
+    def updated(self, steps: int) -> bool:
+        """After the update, of which there were ``steps`` so far; True if all hear now that one is to stop."""
         ...
 
     def release(self, *, failed: bool = False) -> None:
@@ -105,15 +111,21 @@ class Alone:
         pass
 
     def begin(
-        self, *, examples: int, total: int | None, loss: Callable[[], float | None], tag: int | None = None
+        self,
+        *,
+        examples: int,
+        total: int | None,
+        loss: Callable[[], float | None],
+        stop: Callable[[], bool] = lambda: False,
+        tag: int | None = None,
     ) -> None:
         pass
 
     def finish(self) -> Outcome | None:
         return None
 
-    def updated(self, steps: int) -> None:
-        pass
+    def updated(self, steps: int) -> bool:
+        return False
 
     def release(self, *, failed: bool = False) -> None:
         pass

@@ -31,6 +31,7 @@ class LocalSGDExchange(PeersExchange):
         self._averager = Averager(self._trained, self.buffers, peers)
         self._steps = 0  # since the last average
         self._examples = 0  # of this worker in these steps
+        self._asked_to_stop: Callable[[], bool] = lambda: False
         self._gradients: list[Tensor | None] | None = None  # as they were before a pass over borrowed data
 
     def accumulate(self, *, examples: int, total: int | None) -> None:
@@ -40,18 +41,27 @@ class LocalSGDExchange(PeersExchange):
             self._gradients = [None if each.grad is None else each.grad.clone() for each in self._trained]
 
     def begin(
-        self, *, examples: int, total: int | None, loss: Callable[[], float | None], tag: int | None = None
+        self,
+        *,
+        examples: int,
+        total: int | None,
+        loss: Callable[[], float | None],
+        stop: Callable[[], bool] = lambda: False,
+        tag: int | None = None,
     ) -> None:
+        self._asked_to_stop = stop
         self.accumulate(examples=examples, total=total)
 
     def finish(self) -> None:
         self._leave_out_borrowed()
 
-    def updated(self, steps: int) -> None:
+    def updated(self, steps: int) -> bool:
         self._steps += 1
-        if self._policy.averages_after(steps):
-            self.conclude()
-            self._steps = self._examples = 0
+        if not self._policy.averages_after(steps):
+            return False
+        stop = self._average()
+        self._steps = self._examples = 0
+        return stop
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -66,7 +76,11 @@ class LocalSGDExchange(PeersExchange):
 
     def conclude(self) -> None:
         if self._steps:  # else all have the average already
-            self._averager.average(weight=self._examples, tag=self._steps)
+            self._average()
+
+    def _average(self) -> bool:
+        """Average the models; True if a worker was asked to stop."""
+        return self._averager.average(weight=self._examples, tag=self._steps, stop=self._asked_to_stop())
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._steps, "examples": self._examples}

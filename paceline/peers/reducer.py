@@ -48,6 +48,7 @@ class Outcome:
     backward_ended: float  # by time.perf_counter()
     exposed_seconds: float  # from then until the averaged gradients were there
     waited_seconds: tuple[float, ...]  # how long each worker had to wait for the slowest, by rank
+    stop: bool  # any worker was asked to stop after this update
 
 
 @dataclass
@@ -59,6 +60,7 @@ class _Step:
     total: int  # of all workers' examples, as known or assumed
     known: bool
     loss: Callable[[], float | None]
+    stop: Callable[[], bool]
     tag: int
     borrowed: bool  # the worker has no examples of its own in this update
     arrived: set[int] = field(default_factory=set)
@@ -110,14 +112,16 @@ class Reducer:
         examples: int = 1,
         total: int | None = None,
         loss: Callable[[], float | None] = lambda: None,
+        stop: Callable[[], bool] = lambda: False,
         tag: int | None = None,
         weighted: bool = False,
     ) -> None:
         """Exchange the gradients of the backward pass to come, weighted by ``examples`` of ``total`` in all.
 
         Without a ``total`` the last step's is assumed, and put right after the exchange if it was another. ``loss``
-        is asked at the end of backward for this worker's loss, if that is known by then. ``tag`` must be the same on
-        all workers. ``weighted`` gradients have their weights already, from ``weigh``.
+        is asked at the end of backward for this worker's loss, if that is known by then, and ``stop`` whether it was
+        asked to stop. ``tag`` must be the same on all workers. ``weighted`` gradients have their weights already, from
+        ``weigh``.
         """
         if self._broken or (self._step is not None and self._step.launched > 0):
             raise CommError(
@@ -140,6 +144,7 @@ class Reducer:
             total=assumed,
             known=total is not None,
             loss=loss,
+            stop=stop,
             tag=self._steps if tag is None else tag,
             borrowed=examples == 0 and not weighted,
         )
@@ -240,6 +245,7 @@ class Reducer:
             examples=step.examples,
             total=step.total,
             loss=step.loss(),
+            stop=step.stop(),
             used=step.used,
             compute_seconds=time.perf_counter() - self._left_at,
         )
@@ -267,7 +273,7 @@ class Reducer:
         self._settle_unused(step, told.used)
         self._left_at = time.perf_counter()
         exposed = self._left_at - ended
-        self.outcome = Outcome(told.examples, told.loss, ended, exposed, told.waited_seconds)
+        self.outcome = Outcome(told.examples, told.loss, ended, exposed, told.waited_seconds, told.stop)
         self._steps += 1
         self._step = None
 

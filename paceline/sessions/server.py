@@ -152,6 +152,8 @@ class ServerRun(Session):
                 listener.close()
                 if assignment.memory_fd is not None:
                     mark_over(assignment.memory_fd)
+        if caught and self.run is not None:
+            report("interrupted", step=self.steps, saved=str(self.run.path))
         raise SystemExit(128 + caught[0] if caught else 0)
 
     def _open_trace(self) -> TraceWriter | None:

@@ -22,9 +22,10 @@ from paceline.data.feed import make_feed
 from paceline.data.sampler import Last
 from paceline.data.stream import BatchStream
 from paceline.delays.injected import InjectedDelays
-from paceline.errors import CheckpointError, UsageError, unknown_name
+from paceline.errors import CheckpointError, UsageError, check_whole, unknown_name
+from paceline.interrupts import OF_SESSIONS, StopRequest
 from paceline.launch.environment import ServerAssignment, asked_policy, read_rank_and_size, take_server_assignment
-from paceline.launch.reports import report, report_failure
+from paceline.launch.reports import report, report_failure, supervised
 from paceline.peers.connect import connect
 from paceline.peers.exchange import Exchange
 from paceline.peers.reducer import Outcome
@@ -37,6 +38,7 @@ from paceline.record.run import Run
 from paceline.seeding import capture_streams, derive_seed, restore_streams, seed_streams
 from paceline.sessions.nan_guard import NaNGuard, OnNaN, SkipUpdate, Where
 from paceline.sessions.timing import StepClock, Timing
+from paceline.store.partition import check_dealt
 from paceline.train_state import Stateful, TrainState
 from paceline.version import __version__
 
@@ -66,6 +68,11 @@ def join(
     group: Any = None,
 ) -> Session:
     """Join the training of ``model`` as one of its workers; alone, unless a launcher started several.
+
+    Under ``paceline run`` a session with a ``run`` ends well by Ctrl-C or SIGTERM: the update under way is made on all
+    workers, a checkpoint is written, and then the end of the ``step()`` block (or ``minimize``) raises
+    ``KeyboardInterrupt``. A second Ctrl-C ends the run at once. Signals for which the script has a handler are left to
+    it. In plain ``python script.py`` Ctrl-C raises where the script is, and the last checkpoint is the one before.
 
     >>> model = torch.nn.Linear(4, 1)
     >>> with join(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
@@ -98,8 +105,8 @@ def join(
     if on_nan not in get_args(OnNaN):
         raise unknown_name("on_nan choice", str(on_nan), get_args(OnNaN))
     for name, value in (("save_every", save_every), ("keep", keep), ("log_every", log_every)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}")
+        if value is not None:
+            check_whole(name, value)
     if seed is not None and not isinstance(seed, int):
         raise UsageError(f"seed must be a whole number, got {seed!r}")
     train_state = TrainState(
@@ -123,6 +130,7 @@ def join(
     if served and isinstance(policy, ServerPolicy) and assignment is not None:
         if any(isinstance(each, torch.optim.LBFGS) for each in train_state.optimizers):
             raise UsageError(f"LBFGS evaluates a loss several times an update, and under {policy} the server updates")
+        check_dealt(train_state.model, 1 + len(assignment.shard_fds))  # by whoever comes first
         settings: dict[str, Any] = {"policy": policy, "on_nan": on_nan}
         if assignment.role == "worker":
             return _join_as_worker(train_state, model, assignment, settings)
@@ -147,6 +155,8 @@ def join(
         session._start(Path(run) if run is not None else None, resume, dict(config or {}))
         if assignment is not None and assignment.delay is not None:
             session._injected_delays = InjectedDelays(*assignment.delay, seed=session.seed, worker=session.rank)
+        if run is not None and supervised():
+            session._hear_stops(OF_SESSIONS)
     except BaseException:
         for thing in (session,) if session is not None else (opened, exchange):
             if thing is not None:
@@ -318,6 +328,11 @@ class Session:
         self._injected_delays: InjectedDelays | None = None  # computing time to inject
         self._bytes_told = 0  # of those exchanged
         self._bad_loss: float | None = None  # found in an accumulating block of the update under way
+        self._request: StopRequest | None = None  # set where a signal is granted after the update under way
+        self._asked_to_stop: Callable[[], bool] = lambda: False
+        self._stopping = False  # a worker was asked to stop, and all know it
+        self._opened = False  # a step, in this process
+        self._hooks = [optimizer.register_step_pre_hook(self._foresee_twice) for optimizer in train_state.optimizers]
 
     # The loop ---------------------------------------------------------------------------------------------
 
@@ -352,7 +367,7 @@ class Session:
             with torch.enable_grad():
                 self._arm(step, self._examples, None)
                 loss = closure()
-                self._exchange.finish()
+                self._hear_others(self._exchange.finish())
                 self._exchange.release()
                 loss = self.mean(loss, examples=self._examples)
             first = "loss" not in step.recorded
@@ -380,6 +395,7 @@ class Session:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Go through the epochs up to ``count`` that are not done yet, for loops that do something after each."""
+        check_whole("the number of epochs", count, least=0)
         return self._data.epochs(count)
 
     def batches(
@@ -400,6 +416,8 @@ class Session:
         iterable of batches: as it gives them. With ``epochs`` all epochs up to that one are gone through, without
         it only what is left of the present one (for use inside ``session.epochs``).
         """
+        if epochs is not None:
+            check_whole("epochs", epochs, least=0)
         feed = make_feed(
             source,
             batch_size=batch_size,
@@ -467,6 +485,9 @@ class Session:
             if self.run is not None:
                 self.run.close()
         finally:
+            if self._request is not None:
+                self._request.leave()
+            self._remove_hooks()
             if self._clock is not None:
                 self._clock.close()
             self._exchange.close()
@@ -490,10 +511,34 @@ class Session:
                 self._exchange.conclude()
         finally:
             self.close()
+        if kind is None and self._data.handed_out and not self._opened and self.rank == 0:
+            logger.warning(
+                "the loop took batches and opened no step, so the session has updated nothing: put the forward and "
+                "backward pass of each batch into 'with session.step():', without an optimizer.step() of your own"
+            )
+        if kind is None and self._request is not None and self._request.asked:
+            raise KeyboardInterrupt("asked to stop after the last step")
 
     # One step ---------------------------------------------------------------------------------------------
 
+    def _foresee_twice(self, *_: object) -> None:
+        """Tell once of an update that the script makes inside a block, at whose end the session makes it."""
+        if self._current is not None:
+            self._remove_hooks()
+            if self.rank == 0:
+                logger.warning(
+                    "step %d: optimizer.step() was called inside the block, and leaving the block steps the optimizer "
+                    "too, so the parameters are updated twice; leave out your own call (and that of a GradScaler: "
+                    "join(..., scaler=...) makes it)",
+                    self.steps,
+                )
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
     def _begin(self, step: Step) -> None:
+        self._opened = True
         if self._current is not None:
             raise UsageError(f"step {self.steps}: a step was opened inside another; leave the first block before")
         if self._seeded:
@@ -534,7 +579,9 @@ class Session:
     def _arm(self, step: Step, examples: int, total: int | None) -> None:
         # Blocks and updates together: a worker that has failed in a block, or skipped an update, is found out.
         tag = 37 * self._blocks + self.steps
-        self._exchange.begin(examples=examples, total=total, loss=lambda: self._loss_of(step), tag=tag)
+        self._exchange.begin(
+            examples=examples, total=total, loss=lambda: self._loss_of(step), stop=self._asked_to_stop, tag=tag
+        )
 
     def _loss_of(self, step: Step) -> float | None:
         """The update's loss: that of its last block, unless one before it was bad; none of borrowed data."""
@@ -554,6 +601,7 @@ class Session:
 
     def _conclude(self, step: Step) -> None:
         outcome = self._exchange.finish() if not step.accumulate and step.closure is None else None
+        self._hear_others(outcome)
         if self._clock is not None:
             self._clock.computed(outcome)
         if step.accumulate:
@@ -569,7 +617,7 @@ class Session:
         else:
             self._update(step)
         self.steps += 1
-        self._exchange.updated(self.steps)
+        self._stopping = self._exchange.updated(self.steps) or self._stopping
         self._data.use()
         self._exchange.release()  # a backward pass between steps is the user's own
         if self._clock is not None:
@@ -578,6 +626,33 @@ class Session:
             self._log(step, outcome, rate)
         if self._saves and self._save_every is not None and self.steps % self._save_every == 0:
             self.save()
+        if self._stopping or (self.world_size == 1 and self._asked_to_stop()):
+            self._stop()
+
+    # Being asked to stop ----------------------------------------------------------------------------------
+
+    def stop_when(self, asked: Callable[[], bool]) -> None:
+        """End the run after the first update at whose end ``asked`` is true on any worker.
+
+        A checkpoint is written if the session has a ``run``; then the step raises ``KeyboardInterrupt`` on all workers.
+        """
+        self._asked_to_stop = asked
+
+    def _hear_stops(self, request: StopRequest) -> None:
+        """Stop after the update during which a signal comes."""
+        request.hear()
+        self._request = request
+        self.stop_when(lambda: request.asked)
+
+    def _hear_others(self, outcome: Outcome | None) -> None:
+        """Several workers stop after the same update: that in whose exchange one of them has told of a signal."""
+        self._stopping = self._stopping or (outcome is not None and outcome.stop)
+
+    def _stop(self) -> NoReturn:
+        if self._saved_at != self.steps and self._saves:
+            self.save()
+        report("interrupted", step=self.steps, saved=None if self.run is None else str(self.run.path))
+        raise KeyboardInterrupt(f"asked to stop after step {self.steps}")
 
     def _rate(self) -> float:
         return float(as_number(self._train_state.optimizers[0].param_groups[0]["lr"]))

@@ -18,7 +18,7 @@ from paceline.data.feed import Fetched, Indexed, count_examples, resolve
 from paceline.data.numbered import NumberedBatches
 from paceline.data.sampler import Last, ShardedSampler
 from paceline.delays.injected import InjectedDelays
-from paceline.errors import UsageError
+from paceline.errors import UsageError, check_whole
 from paceline.launch.environment import ServerAssignment, read_world
 from paceline.launch.reports import report
 from paceline.peers.exchange import Alone
@@ -89,6 +89,7 @@ class WorkerSession(Session):
         self._waited = 0.0
         self._repeat = False  # the last step was cancelled: its batch, if it is our own, comes again
         self._means = 0  # in this epoch
+        self._sampler: ShardedSampler | None = None  # of the data that the server knows of
         self._data_checksum: int | None = None
         self._failed = False
         self.steps = welcome.version
@@ -119,6 +120,8 @@ class WorkerSession(Session):
             loader_options=loader_options,
             open_loaders=True,
         )
+        if epochs is not None:
+            check_whole("epochs", epochs, least=0)
         end = self.epoch + 1 if epochs is None else epochs
         if not isinstance(found, Indexed):
             return self._own_batches(found, end)
@@ -127,10 +130,22 @@ class WorkerSession(Session):
         sampler = ShardedSampler(
             len(found.dataset), found.batch_size, seed=self.seed, shuffle=found.shuffle, last=found.last
         )
+        self._check_same(sampler)
         batches = NumberedBatches(found.dataset, sampler, found.options.get("collate_fn"))
         checksum = self._checksum(batches) if self.rank == 0 else 0  # one is enough
         self._client.describe(sampler.num_samples, sampler.batch_size, sampler.last, sampler.shuffle, checksum)
         return self._handed_out(batches, end)
+
+    def _check_same(self, sampler: ShardedSampler) -> None:
+        """Raise if these are batches of other data than the server hands out."""
+        self._sampler = self._sampler or sampler
+        if sampler != self._sampler:
+            raise UsageError(
+                f"step {self.steps}: under {self.policy} the batches of a session are those of one data set, of which "
+                f"the server says who takes which; first it had {self._sampler.num_samples} samples in batches of "
+                f"{self._sampler.batch_size}, now {sampler.num_samples} in batches of {sampler.batch_size}. For other "
+                "data, such as an evaluation's, iterate a plain DataLoader"
+            )
 
     def _checksum(self, batches: NumberedBatches) -> int:
         """A checksum of the first batch, made once, by which a replay sees that it has the same data."""
@@ -145,7 +160,7 @@ class WorkerSession(Session):
                 epoch, number = batch
                 self._data.epoch = epoch
                 data, examples = batches.fetch(epoch, number)
-                self._data.batch = Fetched(data, examples, None, 0)
+                self._data.batch, self._data.handed_out = Fetched(data, examples, None, 0), True
                 yield data
         finally:
             self._epochs = _OWN_DATA
@@ -181,7 +196,7 @@ class WorkerSession(Session):
                     data = waiting.pop(0)
                     of_step.append(data)
                     self._repeat = False
-                    self._data.batch = Fetched(data, count_examples(data), None, 0)
+                    self._data.batch, self._data.handed_out = Fetched(data, count_examples(data), None, 0), True
                     yield data
                     if self._repeat:
                         waiting, of_step = of_step + waiting, []
@@ -236,6 +251,7 @@ class WorkerSession(Session):
             return
         self._closed = True
         self._cancellation.close()
+        self._remove_hooks()
         if self._clock is not None:
             self._clock.close()
         self._client.leave(failed=self._failed)
@@ -265,6 +281,7 @@ class WorkerSession(Session):
         return True
 
     def _begin(self, step: Step) -> None:
+        self._opened = True
         if self._current is not None:
             raise UsageError(f"step {self.steps}: a step was opened inside another; leave the first block before")
         if self._go is None or self._asked != self._epochs:

@@ -32,6 +32,12 @@ def deal(sizes: Sequence[int], servers: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(cuts, [*cuts[1:], count], strict=True)]
 
 
+def check_dealt(model: nn.Module, servers: int) -> None:
+    """Raise if the model has too few trained tensors for so many servers."""
+    if servers > 1:
+        layouts_of(model, servers)
+
+
 def layouts_of(model: nn.Module, servers: int) -> list[ModelLayouts]:
     """What each of the servers holds; the first has, beside its share, the buffers and what is not trained."""
     if servers == 1:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from paceline.data.feed import DatasetFeed, Fetched
 from paceline.data.sampler import ShardedSampler
-from paceline.errors import UsageError, unknown_name
+from paceline.errors import UsageError, check_whole, unknown_name
 from paceline.launch.environment import read_world, take_server_assignment
 from paceline.optim import make_optimizer
 from paceline.policies import parse_policy
@@ -28,6 +28,7 @@ from paceline.schedules import ScheduleConfig
 from paceline.seeding import derive_seed, seed_streams
 from paceline.sessions.nan_guard import OnNaN
 from paceline.sessions.session import Session, join
+from paceline.store.partition import check_dealt
 
 Precision = Literal["fp32", "bf16"]
 
@@ -65,8 +66,8 @@ class TrainConfig:
             raise unknown_name("precision", self.precision, get_args(Precision))
         for name in ("batch_size", "epochs", "max_steps", "save_every", "log_every"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
+            if value is not None:
+                check_whole(name.replace("_", " "), value)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(f"clip norm must be above 0, got {self.clip_norm}")
 
@@ -129,13 +130,15 @@ def train(
     return _Training(config, problem, watch, stop).run()
 
 
-def check_config(config: TrainConfig, problem: Problem, workers: int = 1) -> None:
+def check_config(config: TrainConfig, problem: Problem, workers: int = 1, servers: int = 1) -> None:
     """Raise what would be raised by ``train`` before its first step, without making a run."""
     policy = parse_policy(config.policy)
     if isinstance(policy, ServerPolicy):
         policy.begin(workers)
     pick_device(config.device)
-    make_optimizer(config.optimizer or problem.recipe.optimizer, problem.make_model().parameters())
+    model = problem.make_model()
+    check_dealt(model, servers)
+    make_optimizer(config.optimizer or problem.recipe.optimizer, model.parameters())
     training_sampler(config, problem, 1 if isinstance(policy, ServerPolicy) else workers)
 
 
@@ -283,6 +286,7 @@ class _Training:
         return training_sampler(self.config, self.problem, workers)
 
     def _train(self, session: Session, started: float) -> None:
+        session.stop_when(self.stop)
         total_steps = self._total_steps(session)
         last_step = total_steps if session.in_step else self.config.max_steps or math.inf
         examples = 0
@@ -292,8 +296,8 @@ class _Training:
                     return
                 loss = self._step(session, inputs.to(self.device), targets.to(self.device))
                 examples += len(inputs) * session.world_size
-                if self.stop() and session.rank == 0:  # the others go on until it is gone: it is the one that saves
-                    session.save()
+                if self.stop() and session.rank == 0 and not session.in_step:
+                    session.save()  # the others go on until it is gone
                     raise KeyboardInterrupt
                 if self.watch is not None and loss is not None:
                     self.watch(
