@@ -141,7 +141,7 @@ def test_all_workers_stop_after_the_update_in_which_one_was_asked(world: World, 
         optimizer = LBFGS(model.parameters(), max_iter=2) if closure else SGD(model.parameters(), lr=0.1)
         session = paceline.join(model, optimizer, group=group, run=tmp_path / "run")
         request = StopRequest()
-        session._request = request
+        session.stop_when(lambda: request.asked)
 
         def backward() -> Tensor:
             if (session.rank, session.steps) == (1, 3):
