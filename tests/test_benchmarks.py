@@ -101,7 +101,9 @@ def test_bench_step(run: Scripts) -> None:
 
 
 def test_bench_collectives(run: Scripts) -> None:
-    rows = run.bench("collectives", "--ranks", "2")["rows"]
+    found = run.bench("collectives", "--ranks", "2", "--busy", "1")
+    rows = found["rows"]
+    assert found["busy"] == 1
     assert [(row["bytes"], row["buffers"]) for row in rows] == [(n, b) for n in (4096, 65536) for b in ("hot", "cold")]
     for row in rows:
         assert row["ranks"] == 2

@@ -457,11 +457,13 @@ def bench(context: click.Context) -> None:
 @bench.command("collectives")
 @click.option("--ranks", type=int, multiple=True, default=(2, 4), show_default=True)
 @click.option("--seconds", type=float, default=1.0, show_default=True, help="To spend on each way and size.")
+@click.option("--busy", type=int, default=0, show_default=True, help="Busy loops to run beside the ranks.")
 @click.option("--quick", is_flag=True, help="A run of seconds, to see that it works; measures nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def bench_collectives(ranks: tuple[int, ...], seconds: float, quick: bool, as_json: bool) -> None:
+def bench_collectives(ranks: tuple[int, ...], seconds: float, busy: int, quick: bool, as_json: bool) -> None:
     """Time all-reduce by shared memory, by Gloo and, if mpi4py is installed, by MPI."""
     from paceline.bench import run_bench
+    from paceline.bench.busy import busy_loops
     from paceline.bench.collectives import SIZES, measure_mpi
     from paceline.report.table import print_table
 
@@ -471,13 +473,14 @@ def bench_collectives(ranks: tuple[int, ...], seconds: float, quick: bool, as_js
     sizes = SIZES[:2] if quick else SIZES
     rows = []
     for count in ranks:
-        found = run_bench("collectives", count, sizes=sizes, seconds=0.0 if quick else seconds)
-        mpi = measure_mpi(count, sizes)
+        with busy_loops(busy):
+            found = run_bench("collectives", count, sizes=sizes, seconds=0.0 if quick else seconds)
+            mpi = measure_mpi(count, sizes)
         for row in found:
             row["mpi_us"] = mpi[sizes.index(row["bytes"])] if mpi and row["buffers"] == "hot" else None
         rows += found
     if as_json:
-        print(json.dumps({"rows": rows}))
+        print(json.dumps({"busy": busy, "rows": rows}))
         return
     columns = {"ranks": "d", "bytes": "d", "buffers": "", "ours_us": ".1f", "any_us": ".1f", "gloo_us": ".1f"}
     if any(row["mpi_us"] is not None for row in rows):

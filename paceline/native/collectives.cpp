@@ -90,6 +90,18 @@ uint32_t Collectives::enter() {
 
 void Collectives::await(int rank, uint32_t step) {
   segment_.wait_for(rank, step);
+  compare_up_to(rank, step);
+}
+
+void Collectives::await_all(uint32_t step) {
+  // First with those that are here: if we differ, nobody has to wait for the rest.
+  for (int rank = 0; rank < size_; ++rank)
+    if (segment_.has_published(rank, step)) compare_up_to(rank, step);
+  segment_.wait_for_all(step);
+  for (int rank = 0; rank < size_; ++rank) compare_up_to(rank, step);
+}
+
+void Collectives::compare_up_to(int rank, uint32_t step) {
   while (reached(step, compared_[rank] + 1)) compare(rank, ++compared_[rank]);
 }
 
@@ -101,10 +113,6 @@ void Collectives::compare(int rank, uint32_t step) {
   segment_.fail("the ranks differ in collective " + std::to_string(ours.number) + " of group '" + segment_.member.name +
                 "': " + segment_.name_of(rank_) + " is in " + ours.text() + ", " + segment_.name_of(rank) + " in " +
                 theirs.text());
-}
-
-void Collectives::await_all(uint32_t step) {
-  for (int rank = 0; rank < size_; ++rank) await(rank, step);
 }
 
 // Writes chunk after chunk, and reads the one before it from `source`.

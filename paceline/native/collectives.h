@@ -59,6 +59,7 @@ class Collectives {
   uint32_t enter();
   void await(int rank, uint32_t step);
   void await_all(uint32_t step);
+  void compare_up_to(int rank, uint32_t step);
   void compare(int rank, uint32_t step);
   void pipeline(size_t chunks, const Write& write, int source, const Read& read);
 

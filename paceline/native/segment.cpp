@@ -4,6 +4,7 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -23,7 +24,9 @@ namespace {
 
 constexpr int nap_milliseconds = 50;  // a dead rank is noticed within this
 constexpr auto time_to_wake_up = std::chrono::microseconds(150);
-constexpr int most_spins_to_skip = 31;
+constexpr Clock::duration least_patience = std::chrono::microseconds(16), most_patience = std::chrono::milliseconds(1);
+constexpr Clock::duration crowding = std::chrono::milliseconds(10);  // the kernel looks for idle cores every few
+constexpr Clock::duration least_crowding_pause = 2 * crowding, most_crowding_pause = 100 * crowding;
 
 size_t aligned(size_t bytes) { return (bytes + 4095) & ~size_t(4095); }
 
@@ -103,7 +106,8 @@ size_t Segment::bytes_for(int size) {
 
 Segment::Segment(std::shared_ptr<File> of, Member who, std::vector<int> life)
     : member(std::move(who)), file(of), spins(member.size <= member.cores), mapping_(of->map(0, bytes_for(member.size))),
-      life_(std::move(life)), seen_(member.size, 0) {
+      life_(std::move(life)), seen_(member.size, 0), patience_(most_patience),
+      crowding_pause_(least_crowding_pause) {
   // A fresh file is all zeros, which is what every word starts from.
   header_ = reinterpret_cast<Header*>(mapping_->data);
   controls_ = reinterpret_cast<Control*>(mapping_->data + sizeof(Header));
@@ -145,66 +149,96 @@ std::string Segment::waited_for() const {
 void Segment::publish(uint32_t step) {
   Control& own = control(member.rank);
   seen_[member.rank] = step;
+  own.core.store(sched_getcpu(), std::memory_order_relaxed);
   // Sequentially consistent: a waiter either sees the step or is seen sleeping.
   own.step.store(step, std::memory_order_seq_cst);
   if (own.step_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(own.step);
+  if (header_->meeting_sleepers.load(std::memory_order_seq_cst) == 0) return;
+  // Of all that publish a step, the last one sees that it is the last.
+  if (!have_published(Ranks{0, member.size}, step, std::memory_order_seq_cst)) return;
+  header_->meetings.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake(header_->meetings);
 }
 
-void Segment::wait_for(int rank, uint32_t step) {
-  if (reached(seen_[rank], step)) return;
-  seen_[rank] = control(rank).step.load(std::memory_order_acquire);
-  if (reached(seen_[rank], step)) return;
-  if (!spin_for(rank, step)) sleep_for(rank, step);
-}
-
-// Spinning is wasted while the other rank has no core to run on, so after a failure the next waits go to sleep at once,
-// until one of them turns out to have been short.
-bool Segment::spin_for(int rank, uint32_t step) {
-  if (!spins || skipped_spins_ < spins_to_skip_) {
-    ++skipped_spins_;
-    return false;
-  }
-  const auto end = Clock::now() + spin_time;
-  do {
-    for (int i = 0; i < 32; ++i) {
-      pause_briefly();
-      seen_[rank] = control(rank).step.load(std::memory_order_acquire);
-      if (!reached(seen_[rank], step)) continue;
-      spins_to_skip_ = 0;
-      return true;
+bool Segment::have_published(Ranks ranks, uint32_t step, std::memory_order order) {
+  for (int rank = ranks.first; rank < ranks.end; ++rank) {
+    if (reached(seen_[rank], step)) continue;
+    seen_[rank] = control(rank).step.load(order);
+    if (!reached(seen_[rank], step)) {
+      missing_ = rank;
+      return false;
     }
-  } while (Clock::now() < end);
-  spins_to_skip_ = std::min(2 * spins_to_skip_ + 1, most_spins_to_skip);
-  skipped_spins_ = 0;
-  return false;
+  }
+  return true;
 }
 
-void Segment::wait_for_all(uint32_t step) {
-  for (int rank = 0; rank < member.size; ++rank) wait_for(rank, step);
+void Segment::wait_for(Ranks ranks, uint32_t step) {
+  if (have_published(ranks, step, std::memory_order_acquire)) return;
+  if (!spin_for(ranks, step)) sleep_for(ranks, step);
 }
 
-void Segment::sleep_for(int rank, uint32_t step) {
+// Spinning is wasted while the other rank has no core to run on: it even takes the time that we could use when the other
+// is there again. So a spin may take little longer than those that ended well, and less with each that did not.
+//
+// Two ranks on one core can only take turns, so the one that waits sleeps at once. But then never more than one of them
+// wants to run, and the kernel has no reason to move the other to an idle core. So now and then both want to.
+bool Segment::spin_for(Ranks ranks, uint32_t step) {
+  if (!spins) return false;
+  const auto start = Clock::now();
+  const bool crowded = is_on_our_core(missing_);
+  if (crowded && (start < next_crowding_ || spin_time < most_patience)) return false;
+  const auto end = start + (crowded ? crowding : std::min<Clock::duration>(spin_time, patience_));
+  bool published = false;
+  auto now = start;
+  while (!published && now < end) {
+    for (int i = 0; i < 32 && !published; ++i) {
+      pause_briefly();
+      published = have_published(ranks, step, std::memory_order_acquire);
+    }
+    if (!published) now = Clock::now();
+  }
+  if (crowded) {
+    crowding_pause_ = published ? least_crowding_pause : std::min(2 * crowding_pause_, most_crowding_pause);
+    next_crowding_ = now + crowding_pause_;
+  } else if (published) {
+    spin_at_least(now - start);
+  } else {
+    patience_ = std::max(patience_ / 2, least_patience);
+  }
+  return published;
+}
+
+bool Segment::is_on_our_core(int rank) {
+  return control(rank).core.load(std::memory_order_relaxed) == sched_getcpu();
+}
+
+// A wait of this length is worth a spin; the next ones may be somewhat longer.
+void Segment::spin_at_least(Clock::duration wait) { patience_ = std::max(patience_, std::min(4 * wait, most_patience)); }
+
+void Segment::sleep_for(Ranks ranks, uint32_t step) {
   struct Sleeper {
     std::atomic<uint32_t>& count;
     explicit Sleeper(std::atomic<uint32_t>& count) : count(count) { count.fetch_add(1, std::memory_order_seq_cst); }
     ~Sleeper() { count.fetch_sub(1, std::memory_order_relaxed); }
   };
-  Control& peer = control(rank);
-  const Sleeper sleeper(peer.step_sleepers);
+  // For one rank we sleep until it publishes, for many until the last of them does: woken once, when all are there.
+  const bool is_one = ranks.end - ranks.first == 1 || member.size == 2;
+  const int peer = missing_;
+  std::atomic<uint32_t>& word = is_one ? control(peer).step : header_->meetings;
+  const Sleeper sleeper(is_one ? control(peer).step_sleepers : header_->meeting_sleepers);
   const auto start = Clock::now();
   auto next_check = start + std::chrono::milliseconds(nap_milliseconds);
   while (true) {
-    seen_[rank] = peer.step.load(std::memory_order_seq_cst);
-    if (reached(seen_[rank], step)) {
-      if (Clock::now() - start < spin_time + time_to_wake_up) spins_to_skip_ = 0;
-      return;
-    }
-    futex_wait(peer.step, seen_[rank], nap_milliseconds);
+    const uint32_t heard = word.load(std::memory_order_seq_cst);
+    if (have_published(ranks, step, std::memory_order_seq_cst)) break;
+    futex_wait(word, heard, nap_milliseconds);
     if (Clock::now() < next_check) continue;
     check_broken();
     check_missing(step);
     next_check = Clock::now() + std::chrono::milliseconds(nap_milliseconds);
   }
+  const auto wait = Clock::now() - start;
+  if (wait < spin_time + time_to_wake_up && !is_on_our_core(missing_)) spin_at_least(wait);
 }
 
 void Segment::check_broken() {

@@ -53,6 +53,7 @@ struct Descriptor {
 struct alignas(line) Control {
   std::atomic<uint32_t> step{0};  // the last one published
   std::atomic<uint32_t> step_sleepers{0};
+  std::atomic<int32_t> core{0};  // where it ran when it published that
   alignas(line) std::atomic<uint32_t> bell{0};  // rung when a ring to or from this rank has changed
   std::atomic<uint32_t> bell_sleepers{0};
   alignas(line) std::atomic<uint32_t> left{0};
@@ -63,6 +64,8 @@ struct alignas(line) Control {
 struct alignas(line) Header {
   std::atomic<uint32_t> broken{0};  // 1 while the reason is being written, then 2
   char reason[1020];
+  alignas(line) std::atomic<uint32_t> meetings{0};  // grows when the last rank has published a step
+  std::atomic<uint32_t> meeting_sleepers{0};
 };
 
 // A stream of bytes from one rank to another.
@@ -120,8 +123,11 @@ class Segment {
   Ring& ring(int from, int to) { return rings_[size_t(from) * size_t(member.size) + size_t(to)]; }
 
   void publish(uint32_t step);
-  void wait_for(int rank, uint32_t step);
-  void wait_for_all(uint32_t step);
+  bool has_published(int rank, uint32_t step) {
+    return have_published(Ranks{rank, rank + 1}, step, std::memory_order_acquire);
+  }
+  void wait_for(int rank, uint32_t step) { wait_for(Ranks{rank, rank + 1}, step); }
+  void wait_for_all(uint32_t step) { wait_for(Ranks{0, member.size}, step); }
 
   // Rings the bell of a rank, or sleeps until somebody rings ours or a moment has passed.
   void ring_bell(int rank);
@@ -139,7 +145,7 @@ class Segment {
   const Member member;
   const std::shared_ptr<File> file;
   bool spins;
-  // How long a wait spins before it sleeps: waking up costs more than most waits. Set before each operation.
+  // How long a wait spins at most before it sleeps. Set before each operation.
   std::chrono::microseconds spin_time{60};
   std::atomic<bool> closing{false};
 
@@ -151,14 +157,24 @@ class Segment {
   std::string where(const Descriptor& descriptor) const;
 
  private:
-  bool spin_for(int rank, uint32_t step);
-  void sleep_for(int rank, uint32_t step);
+  struct Ranks {
+    int first, end;
+  };
+  void wait_for(Ranks ranks, uint32_t step);
+  bool have_published(Ranks ranks, uint32_t step, std::memory_order order);
+  bool spin_for(Ranks ranks, uint32_t step);
+  void sleep_for(Ranks ranks, uint32_t step);
+  bool is_on_our_core(int rank);
+  void spin_at_least(Clock::duration wait);
   void check_missing(uint32_t step);
 
   const std::shared_ptr<Mapping> mapping_;
   std::vector<int> life_;
   std::vector<uint32_t> seen_;  // the last step of every rank that we know of
-  int spins_to_skip_ = 0, skipped_spins_ = 0;
+  int missing_ = 0;  // one that had not published when we last looked
+  Clock::duration patience_;  // how long a spin may take, from what the last ones gained
+  Clock::duration crowding_pause_;
+  Clock::time_point next_crowding_;
   Header* header_;
   Control* controls_;
   char* slots_;
