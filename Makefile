@@ -1,5 +1,6 @@
 # make demo   install into .venv and train the default problem
 # make test   install into .venv and run linter, type checker and tests
+# make soak   install into .venv and run the long tests, which make test leaves out
 # make native-sanitizers   run the native collectives, ranks as threads, under the thread, address and undefined-behaviour sanitizers
 
 PYTHON ?= python3
@@ -9,13 +10,16 @@ READY  := $(VENV)/ready
 
 NATIVE := $(addprefix paceline/native/,kernels.cpp segment.cpp collectives.cpp mailbox.cpp group.cpp)
 
-.PHONY: demo test check native-sanitizers clean
+.PHONY: demo test soak check native-sanitizers clean
 
 demo: $(READY)
 	$(BIN)/paceline train
 
 test: $(READY) check
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not soak"
+
+soak: $(READY)
+	$(BIN)/python -m pytest -n 2 -m soak -raP
 
 check: $(READY)
 	$(BIN)/ruff check .
