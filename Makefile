@@ -19,7 +19,7 @@ test: $(READY) check
 	$(BIN)/python -m pytest -n 2 -m "not soak"
 
 soak: $(READY)
-	$(BIN)/python -m pytest -n 2 -m soak
+	$(BIN)/python -m pytest -n 2 -m soak -raP
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -85,6 +85,7 @@ def sparse() -> Tensor:
 
 
 three = torch.zeros(3)
+four = torch.zeros(2, 2)
 gathers, scatters, everyone = options("Allgather"), options("ReduceScatter"), options("AllToAll")
 REFUSED: list[tuple[Call, str]] = [
     (lambda g: g.allreduce([sparse()], options("Allreduce", op=dist.ReduceOp.MAX)), "by sum and avg, got max"),
@@ -129,6 +130,8 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda g: g.reduce_scatter_single(three, torch.zeros(5), scatters), "wanted a whole of 2 times"),
     (lambda g: g.alltoall([three], tensor_list(3, 3), everyone), r"one output per rank \(2\), got 1"),
     (lambda g: g.alltoall(tensor_list(3, 3), [three, three.int()], everyone), "tensors of one type"),
+    (lambda g: g.all_to_all_single(four, four.t(), [], [], everyone), "Tensors must be contiguous, got an input"),
+    (lambda g: g.all_to_all_single(four.t(), four, [], [], everyone), "Tensors must be contiguous, got an output"),
     (lambda g: g.all_to_all_single(three, three, [], [], everyone), "3 rows of input cannot be dealt evenly"),
     (lambda g: g.all_to_all_single(three, three, [1, 1], [1, 2], everyone), "2 output split sizes that add up to 3"),
     (lambda g: g.all_to_all_single(three, three, [1, 2], [-1, 4], everyone), r"input split sizes.* got \[-1, 4\]"),
@@ -194,7 +197,10 @@ def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_core, "join", hurried(0.3))
     for outcome in outcomes_of(work, 3)[:2]:
         assert isinstance(outcome, CommError)
-        assert re.search(r"waited 0\.3 s for rank 2 \(process \d+\) in all_reduce\(10 float32, sum\)", str(outcome))
+        late = (
+            r"timed out: it waited the whole timeout of 0\.3 s for rank 2 \(process \d+\) in all_reduce\(10 float32, "
+        )
+        assert re.search(late, str(outcome))
 
 
 def test_a_closed_group_says_so() -> None:
@@ -214,10 +220,23 @@ def test_ranks_that_do_not_come_are_named() -> None:
     place.store, place.group_rank, place.group_size = dist.HashStore(), 1, 4  # type: ignore[attr-defined]
     place.timeout, place.group_id = timedelta(seconds=0.2), "g"
     place.store.set("host/2", "here")
-    with pytest.raises(CommError, match=r"group 'g': rank 1 waited 0\.2 s for ranks \[0, 3\] to join"):
+    with pytest.raises(CommError, match=r"group 'g': rank 1 timed out: it waited 0\.2 s for ranks \[0, 3\] to join"):
         create(place, None)
-    with pytest.raises(UsageError, match="has no options, got 7"):
-        create(place, 7)
+
+
+def test_options_of_another_backend_are_ignored_with_one_warning() -> None:
+    def make() -> None:
+        place = _DistributedBackendOptions()
+        place.store, place.group_rank, place.group_size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+        place.timeout, place.group_id = timedelta(seconds=DEADLINE), "g"
+        create(place, dist.ProcessGroupGloo._Options()).shutdown()  # type: ignore[attr-defined]
+
+    with pytest.warns(
+        UserWarning, match="'paceline' has no options, and ignores the ProcessGroupGloo._Options of pg_options"
+    ) as told:
+        make()
+        make()
+    assert len(told) == 1
 
 
 def test_a_part_of_the_world_is_named_by_its_ranks() -> None:
@@ -249,9 +268,11 @@ def test_joining_keeps_its_time(tmp_path: Path) -> None:
         place = _DistributedBackendOptions()
         place.store, place.group_rank, place.group_size = store, 1, 2
         place.timeout, place.group_id = timedelta(seconds=0.2), "g"
-        with pytest.raises(CommError, match=r"group 'g': rank 1 waited 0\.2 s for ranks \[0\] to join"):
+        with pytest.raises(CommError, match=r"group 'g': rank 1 timed out: it waited 0\.2 s for ranks \[0\] to join"):
             create(place, None)
-        with pytest.raises(CommError, match=r"group 'h': rank 1 waits for rank 0, whose address is not in the store"):
+        with pytest.raises(
+            CommError, match=r"group 'h': rank 1 timed out waiting for rank 0, whose address is not in the store"
+        ):
             ProcessGroup(store, 1, 2, timedelta(seconds=0.2), "h")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,10 +19,10 @@ from backend_processes import TESTS, run_processes
 pytestmark = pytest.mark.processes
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     head = f"import sys; sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent)!r}]\n"
-    command = [sys.executable, "-W", "error", "-c", head + code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    command = [sys.executable, "-W", "error", "-c", head + code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | environment)
 
 
 FIRST = """
@@ -56,6 +57,38 @@ torch.distributed.destroy_process_group()
 for warning in told:
     print(warning.message)
 """
+
+
+NAMED = """
+import torch
+loaded = {name for name in sys.modules if name.partition(".")[0] == "paceline"}
+wanted = {"paceline", "paceline.version", "paceline.collectives", "paceline.collectives.register"}
+assert loaded == wanted, f"import torch loaded {sorted(loaded)} of paceline; reinstall it if that is nothing"
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("paceline", store=store, rank=0, world_size=1)
+tensor = torch.ones(3)
+torch.distributed.all_reduce(tensor)
+print(torch.distributed.group.WORLD, tensor.tolist())
+"""
+
+NOT_NAMED = """
+import torch
+assert not [name for name in sys.modules if name.partition(".")[0] == "paceline"]
+import paceline
+assert torch.distributed.Backend.PACELINE == "paceline"
+"""
+
+
+def test_named_without_an_import() -> None:
+    """As a program of ``torchrun`` that knows of this package by nothing but the backend's name."""
+    ended = run(NAMED)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == "<paceline group '0', rank 0 of 1> [1.0, 1.0, 1.0]\n"
+
+
+def test_torch_can_be_told_to_load_no_backends() -> None:
+    ended = run(NOT_NAMED, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_imported_before_torch() -> None:

@@ -32,7 +32,7 @@ if native.available():
     from paceline.collectives.core import SharedGroup, Ticket
     from paceline.collectives.segment import host_identity
     from paceline.collectives.sparse import all_reduce_sparse
-    from paceline.collectives.tensors import Staged, row_counts
+    from paceline.collectives.tensors import Staged, check_contiguous, row_counts
     from paceline.collectives.two_level import TwoLevelGroup
     from paceline.collectives.work import DONE, Announcer, Work
 
@@ -51,8 +51,8 @@ _SCATTER_OPTIONS = c10d.ScatterOptions()
 
 def create(opts: Any, options: Any) -> Any:
     """Make a group, as ``torch.distributed`` asks for it; the result is a process group, or a Gloo backend."""
-    if options is not None:
-        raise UsageError(f"backend {NAME!r} has no options, got {options!r}")
+    if options is not None and opts.group_rank == 0:
+        _tell_once(f"backend {NAME!r} has no options, and ignores the {type(options).__qualname__} of pg_options")
     where = opts.store, opts.group_rank, opts.group_size, opts.timeout
     hosts = _hosts(opts)
     without = next((rank for rank, host in enumerate(hosts) if host.startswith("!")), None)
@@ -79,8 +79,8 @@ def _hosts(opts: Any) -> list[str]:
     except RuntimeError as error:  # which it is depends on the store
         missing = [rank for rank, key in enumerate(keys) if not opts.store.check([key])]
         raise CommError(
-            f"group {opts.group_id!r}: rank {opts.group_rank} waited {opts.timeout.total_seconds():g} s for ranks "
-            f"{missing} to join; are they running?"
+            f"group {opts.group_id!r}: rank {opts.group_rank} timed out: it waited "
+            f"{opts.timeout.total_seconds():g} s for ranks {missing} to join; are they running?"
         ) from error
     return [opts.store.get(key).decode() for key in keys]
 
@@ -399,6 +399,7 @@ class ProcessGroup(PythonGroup):
         opts: Any = _ALL_TO_ALL_OPTIONS,
     ) -> Work:
         self._same_dtype("all_to_all_single", [input, output])
+        check_contiguous("all_to_all_single", input=input, output=output)
         source, target = Staged(input, read=True), Staged(output)
         input_counts = row_counts(input, source.count, input_splits, self._size, "input")
         output_counts = row_counts(output, target.count, output_splits, self._size, "output")

@@ -1,4 +1,8 @@
-"""Make ``torch.distributed`` know the backend ``"paceline"``, whichever of torch and this package is imported first."""
+"""Make ``torch.distributed`` know the backend ``"paceline"``, whichever of torch and this package is imported first.
+
+``import torch`` calls ``register`` too, by the entry point of group ``torch.backends``. It must be quick: all programs
+that use torch pay for it. It must not fail: ``import torch`` would.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ def register() -> None:
     """Register now if torch is there, else as soon as it is: importing it here would cost the command seconds."""
     if _TORCH in sys.modules:
         _register_with(sys.modules[_TORCH])
-    else:
+    elif not any(isinstance(finder, _TorchWatcher) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchWatcher())
 
 

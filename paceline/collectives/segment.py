@@ -85,7 +85,9 @@ def _host(store: Store, size: int, own: int, deadline: float, name: str) -> Meet
             visitors: dict[int, socket.socket] = {}
             while len(visitors) < size - 1:
                 missing = sorted(set(range(1, size)) - set(visitors))
-                connection = _accept(listener, deadline, f"group {name!r}: rank 0 still waits for ranks {missing}")
+                connection = _accept(
+                    listener, deadline, f"group {name!r}: rank 0 timed out waiting for ranks {missing}"
+                )
                 connections.enter_context(connection)
                 _receive_hello(connection, token, visitors, life, size)
             order = [life[rank] for rank in range(size)]
@@ -97,7 +99,9 @@ def _host(store: Store, size: int, own: int, deadline: float, name: str) -> Meet
 
 
 def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: str) -> Meeting:
-    greeting = json.loads(_told(store, f"{name}/address", deadline, f"group {name!r}: rank {rank} waits for rank 0"))
+    greeting = json.loads(
+        _told(store, f"{name}/address", deadline, f"group {name!r}: rank {rank} timed out waiting for rank 0")
+    )
     if greeting["host"] != host_identity():
         raise CommError(
             f"group {name!r}: rank {rank} is not on the host of rank 0, or in another network namespace, or another "
@@ -117,11 +121,11 @@ def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: 
     return Meeting(descriptors[0], descriptors[1:], cores)
 
 
-def _told(store: Store, key: str, deadline: float, waiting: str) -> bytes:
+def _told(store: Store, key: str, deadline: float, lateness: str) -> bytes:
     try:
         store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except RuntimeError as error:
-        raise CommError(f"{waiting}, whose address is not in the store; is it running? ({error})") from error
+        raise CommError(f"{lateness}, whose address is not in the store; is it running? ({error})") from error
     return store.get(key)
 
 
@@ -154,12 +158,12 @@ def _listening(address: str, size: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _accept(listener: socket.socket, deadline: float, waiting: str) -> socket.socket:
+def _accept(listener: socket.socket, deadline: float, lateness: str) -> socket.socket:
     listener.settimeout(max(0.001, deadline - time.monotonic()))
     try:
         connection, _ = listener.accept()
     except TimeoutError as error:
-        raise CommError(f"{waiting}; are they running?") from error
+        raise CommError(f"{lateness}; are they running?") from error
     connection.settimeout(5)
     return connection
 

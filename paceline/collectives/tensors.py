@@ -65,6 +65,16 @@ def check_dense(tensor: Tensor) -> None:
         )
 
 
+def check_contiguous(what: str, **tensors: Tensor) -> None:
+    """Refuse those whose elements do not lie in order, by the words that torch's own backends have for it."""
+    for role, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise UsageError(
+                f"{what}: Tensors must be contiguous, got an {role} of shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}; pass {role}.contiguous(), for example"
+            )
+
+
 def _check_written(tensor: Tensor) -> None:
     """Refuse a result whose elements lie on top of each other."""
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):

@@ -56,7 +56,8 @@ class Work(dist.Work):
         end = time.monotonic() + timeout.total_seconds() if timeout > _FOREVER else None
         for ticket in self._tickets:
             if not ticket.wait(None if end is None else end - time.monotonic()):
-                raise CommError(f"a collective was not done within the {timeout.total_seconds():g} s of its wait")
+                seconds = f"{timeout.total_seconds():g} s"
+                raise CommError(f"timed out: a collective was not done within the timeout of {seconds} of its wait")
         self._settle()
         return True
 

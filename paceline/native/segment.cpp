@@ -143,7 +143,7 @@ std::string Segment::who(int rank) {
 std::string Segment::waited_for() const {
   char seconds[32];
   snprintf(seconds, sizeof(seconds), "%g", member.timeout);
-  return name_of(member.rank) + " waited " + seconds + " s for ";
+  return name_of(member.rank) + " timed out: it waited the whole timeout of " + seconds + " s for ";
 }
 
 void Segment::publish(uint32_t step) {
