@@ -193,8 +193,8 @@ def test_a_worker_that_was_overtaken_by_a_server_that_died_joins_again(monkeypat
     with Cluster("async", workers=1) as cluster:
         client = _local_client(cluster)
         monkeypatch.setattr(SharedMemory, "read", lambda *_: Copied.OVERTAKEN)
-        assert client._line is not None
-        client._line.give_up()
+        assert client._connection is not None
+        client._connection.give_up()
         assert not client._read(0)
         assert client._must_ask
         client.close()
