@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import DEADLINE, ENVIRONMENT, finished
@@ -73,6 +75,59 @@ def test_a_script_replays_to_the_last_bit_and_is_looked_at(tmp_path: Path, monke
     assert looked.returncode == 0, looked.stderr
     assert "seen 5" in looked.stdout and "0.weight" in looked.stdout
     assert "version 5 has the hash" in looked.stdout
+
+
+# Worker 1 comes after version 5; in the replay when the shell is open, and then it is to end without a word.
+IMPATIENT = """
+import atexit, os, time, torch, paceline
+from torch import nn
+
+if os.environ.get("RANK") == "1":
+    while not os.path.exists(os.environ["COME_FOR"]):
+        time.sleep(0.01)
+    atexit.register(lambda: open("gone from " + os.environ["COME_FOR"], "w").close())
+torch.manual_seed(0)
+model = nn.Linear(4, 4)
+with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.01), run="run", seed=0) as session:
+    for epoch in session.epochs(1):
+        data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+        for number, (batch,) in enumerate(session.batches(data, batch_size=1)):
+            with session.step():
+                model(batch).square().mean().backward()
+            if number == 6:
+                open("far", "w").close()
+"""
+IMPATIENT_COMMAND = """
+from paceline.__main__ import main
+from paceline.launch import service
+service._TIME_TO_FINISH = 0.5
+main()
+"""
+
+
+@pytest.mark.processes
+def test_a_shell_may_be_open_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are answered meanwhile, and the server may take longer than any other does after the last of them."""
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(IMPATIENT)
+    recorded = finished(["run", "--workers", "2", "--policy", "async", "script.py"], COME_FOR="far")
+    assert recorded.returncode == 0, recorded.stderr
+    command = [sys.executable, "-c", IMPATIENT_COMMAND, "replay", "run", "--until", "5", "--shell"]
+    pipes: dict[str, Any] = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.PIPE)
+    with subprocess.Popen(command, text=True, env={**ENVIRONMENT, "COME_FOR": "open"}, **pipes) as process:
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) and not line.startswith("version 5:"):
+            pass
+        Path("open").touch()
+        end = time.monotonic() + DEADLINE / 4  # of thinking; a worker that is not answered takes longer to give up
+        while not Path("gone from open").exists():
+            assert time.monotonic() < end, "worker 1 waits for an answer"
+            time.sleep(0.01)
+        time.sleep(1.5)
+        out, err = process.communicate("print('seen', version)\n", timeout=DEADLINE)
+    assert process.returncode == 0, err
+    assert err == ""
+    assert "seen 5" in out and "version 5 has the hash" in out
 
 
 @pytest.mark.processes

@@ -243,9 +243,9 @@ class Service:
         return any(life.rank == SERVER and life.code is not None for life in self._processes.lives)
 
     def _overdue(self) -> Fault | None:
-        """The fault of a server that does not end although all workers have."""
+        """The fault of a server that does not end although all workers have; a shell may be open for ever."""
         running = [member.life.rank for member in self._processes.running]
-        if not running or max(running) >= 0 or self._options.alone:
+        if not running or max(running) >= 0 or self._options.alone or self._shell():
             return None
         now = time.monotonic()
         self._workers_ended = self._workers_ended or now

@@ -6,10 +6,11 @@ import code
 import contextlib
 import os
 import signal
+import threading
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
@@ -50,9 +51,9 @@ def serve_replay(train_state: TrainState, assignment: ServerAssignment, order: R
         server = ReplayServer(train_state, trace, listener, keeps_pushes=order.shell is not None)
         replayed = server.run(order.until)
         report("replayed", result=asdict(replayed))
+        server.dismiss()
         if order.shell is not None and replayed.difference is None:
             server.open_shell(*order.shell)
-        server.dismiss()
     finally:
         listener.close()
     raise SystemExit(0)
@@ -123,7 +124,10 @@ class ReplayServer:
         return Replayed(version=self._version, **self._counts, digest=digest, difference=difference, whole=whole)
 
     def open_shell(self, reading: int, writing: int) -> None:
-        """Let somebody look at the parameters as they are, and at what the last commit was made of."""
+        """Let somebody look at the parameters as they are, and at what the last commit was made of.
+
+        It may take hours. Workers that come or go meanwhile are answered by another thread.
+        """
         names = {
             "model": self._train_state.model,
             "optimizer": self._train_state.optimizers[0],
@@ -132,6 +136,7 @@ class ReplayServer:
         }
         banner = f"version {self._version}: {', '.join(names)}; a push has {', '.join(ReplayedPush._fields)}"
         with (
+            self._turning_away(),
             os.fdopen(reading) as told,
             os.fdopen(writing, "w") as screen,
             contextlib.redirect_stdout(screen),
@@ -140,16 +145,41 @@ class ReplayServer:
             _interact(banner, names, told, screen)
 
     def dismiss(self) -> None:
-        """Have the workers end that are still there."""
+        """Have the workers end that are still there; nothing that they say counts any more."""
         peers = [worker.peer for worker in self._workers.values()]
         peers += [peer for calls in self._calls.values() for peer, _ in calls]
         for peer in peers:
             peer.send(wire.Over())
+        for worker in self._workers.values():
+            worker.gone = worker.gone or any(isinstance(message, wire.Leave) for message in worker.said)
         deadline = time.monotonic() + _TIME_TO_LEAVE
         while time.monotonic() < deadline and not all(worker.gone for worker in self._workers.values()):
-            self._hear()
-            for worker in self._workers.values():
-                worker.gone = worker.gone or any(isinstance(message, wire.Leave) for message in worker.said)
+            self._turn_away()
+
+    def _turn_away(self) -> None:
+        """Hear who goes, and have those end who come."""
+        for peer, heard in self._listener.hear(_TICK):
+            if isinstance(heard, wire.Hello):
+                peer.send(wire.Over())
+            elif peer in self._ranks and isinstance(heard, Ended | wire.Leave):
+                self._workers[self._ranks[peer]].gone = True
+
+    @contextlib.contextmanager
+    def _turning_away(self) -> Iterator[None]:
+        """Do so in a thread while the block lasts: who is not heard for two minutes fails, and tells of it."""
+        over = threading.Event()
+
+        def turn_away() -> None:
+            while not over.is_set():
+                self._turn_away()
+
+        thread = threading.Thread(target=turn_away)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def _check_start(self) -> None:
         first = self._records[0] if self._records else None
