@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from paceline import native
+
 
 def quick(values: Iterable[Any], *chosen: Any) -> list[Any]:
     """All values, for ``parametrize``: ``make test`` runs those that are chosen."""
@@ -22,3 +24,9 @@ def in_turn(cases: Iterable[Any], ways: Sequence[Any]) -> list[Any]:
         for number, case in enumerate(cases)
         for turn, way in enumerate(ways)
     ]
+
+
+# For tests in which a worker waits until a timeout: make test lets them wait over one way of agreeing.
+over_one_backend = pytest.mark.parametrize(
+    "world", quick(["gloo", "shared memory"], "shared memory" if native.available() else "gloo"), indirect=True
+)

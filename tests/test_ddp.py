@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, World
 from joined_batch import backward, momentum, one_weight
+from quick import over_one_backend
 from safetensors.torch import load_file
 from same_bits import assert_same
 from torch import Tensor, nn
@@ -203,6 +204,7 @@ def test_a_second_backward_on_the_same_pass_is_refused(world: World) -> None:
     world(2, work)
 
 
+@over_one_backend
 @pytest.mark.usefixtures("overlapping")
 def test_half_an_exchange_is_not_followed_by_another(world: World) -> None:
     """Worker 1 fails in the midst of backward, catches it and goes on: worker 0 still waits for the other half."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 import torch
+from quick import quick
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -250,12 +251,13 @@ def test_a_state_that_cannot_be_kept_is_told_and_does_no_harm(
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("kills", quick([8, 50], 8))
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "replaces"])
-def test_killed_at_any_instant_it_loses_nothing_acknowledged(file: int, optimizer: str) -> None:
+def test_killed_at_any_instant_it_loses_nothing_acknowledged(file: int, optimizer: str, kills: int) -> None:
     """A child commits as fast as it can and acknowledges by a pipe; it is killed again and again."""
     source = random.Random(optimizer)
     wanted = hashes(optimizer, 1)
-    for _ in range(25):
+    for _ in range(kills):
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:

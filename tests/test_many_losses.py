@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import World
 from joined_batch import backward, momentum, one_weight
+from quick import over_one_backend
 from same_bits import assert_same
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
@@ -49,6 +50,7 @@ def test_a_bad_loss_on_one_worker_stops_all(world: World) -> None:
     assert second == (["done", "NonFiniteLossError"], 0.75)
 
 
+@over_one_backend
 def test_a_bad_loss_recorded_late_stops_all_too(world: World) -> None:
     """Worker 0 does not know of it, and may only find that worker 1 is gone."""
     first, second = world(2, lambda group: lose(group, "stop", bad={(1, 1)}, record="after"), timeout=3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import World
 from joined_batch import CASES, Odd, adam, assert_close, backward, copy_for
-from quick import in_turn
+from quick import in_turn, over_one_backend
 from same_bits import assert_same, metrics_of
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -138,6 +138,7 @@ def test_only_worker_0_has_the_files(world: World, named: bool, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
+@over_one_backend
 def test_a_checkpoint_that_worker_0_cannot_read_stops_all(world: World, tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"nothing of the kind")
 

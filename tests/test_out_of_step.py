@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import World
 from joined_batch import backward, momentum, peers_of
+from quick import over_one_backend
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -107,6 +108,7 @@ ODD: dict[str, Odd] = {
     ("odd", "odd_rank", "policy"),
     [(odd, place % 2, ("all-reduce", "all-reduce(bucket_cap_mb=0)")[place // 2 % 2]) for place, odd in enumerate(ODD)],
 )
+@over_one_backend
 def test_what_one_worker_does_otherwise_does_not_pass_in_silence(
     world: World, odd: str, odd_rank: int, policy: str
 ) -> None:
@@ -137,6 +139,7 @@ def test_what_one_worker_does_otherwise_does_not_pass_in_silence(
         assert torch.equal(first[step], second[step]), f"after {step} updates"
 
 
+@over_one_backend
 def test_a_failing_forward_passes_through_unchanged(world: World) -> None:
     mistake = Mistake("the user's own")
 
@@ -164,6 +167,7 @@ def test_a_failing_forward_passes_through_unchanged(world: World) -> None:
 
 
 @pytest.mark.usefixtures("overlapping")
+@over_one_backend
 def test_after_half_an_exchange_the_next_step_is_refused_again_and_again(world: World) -> None:
     def work(group: Any) -> list[str]:
         model = two_layers()
@@ -181,6 +185,7 @@ def test_after_half_an_exchange_the_next_step_is_refused_again_and_again(world: 
     assert len(set(said)) == 1
 
 
+@over_one_backend
 def test_an_exchange_that_failed_at_its_end_is_not_begun_again(world: World) -> None:
     """The other worker is gone, and this one had no backward pass: the error comes from leaving the block."""
 
@@ -197,6 +202,7 @@ def test_an_exchange_that_failed_at_its_end_is_not_begun_again(world: World) -> 
     world(2, work, timeout=TIMEOUT)
 
 
+@over_one_backend
 def test_freezing_on_one_worker_only_is_an_error(world: World) -> None:
     def work(group: Any) -> bool:
         model = two_layers()
@@ -213,6 +219,7 @@ def test_freezing_on_one_worker_only_is_an_error(world: World) -> None:
     assert True in world(2, work, timeout=TIMEOUT)
 
 
+@over_one_backend
 def test_another_total_on_one_worker_is_an_error(world: World) -> None:
     """Totals come from the data; if they differ, so do the data, or the steps."""
 

@@ -15,7 +15,7 @@ from recorded import problem_file
 from paceline.record.trace import Began, Trace
 from paceline.replay.plan import read_plan
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.soak]
 
 # In every incarnation of the servers one kills itself: which, at a method of its vault, before or behind it,
 # after how many commits.
@@ -60,7 +60,7 @@ GOING_BACK = (1, "recover", "before", 0)
 @pytest.mark.parametrize(
     ("policy", "plan"),
     [
-        pytest.param("k-async(k=2)", [NOT_DECIDED, GOING_BACK], marks=pytest.mark.soak),
+        ("k-async(k=2)", [NOT_DECIDED, GOING_BACK]),
         ("sync", [NOT_ANSWERED]),
     ],
 )

@@ -74,6 +74,7 @@ def test_the_order_is_told_only_where_there_is_one() -> None:
 
 
 @pytest.mark.data
+@pytest.mark.soak
 def test_the_trade_off_begins_in_order_on_mnist(data_dir: Path) -> None:
     found = TradeOffStudy(seconds=250.0, points=40).run(StudyContext(data=data_dir))
     halved = {str(row[0]): row[4] for row in found.rows}
