@@ -286,7 +286,7 @@ def test_a_worker_whose_connection_to_one_server_is_lost_comes_back() -> None:
     with pushers(cluster, [Model()]) as (worker,):
         lead([worker], range(5))
         assert worker.client._others is not None
-        cast(Any, worker.client._others._parts[1])._line.close()
+        cast(Any, worker.client._others._parts[1])._connection.close()
         worker.client.push(examples=1, loss=None, seconds=0.0)
         worker.client.next_step(-1)
         worker.has_step = True
