@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from hand import Hand, told
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.policies import POLICIES, SSP, ServerPolicy, parse_policy
@@ -56,8 +56,12 @@ def test_the_laws_are_tried_on_every_server_policy() -> None:
 class Chaos:
     """A hand that does as the dice say; deeds that are not possible at the moment are left out."""
 
-    def __init__(self, policy: ServerPolicy) -> None:
-        self.hand = Hand(policy, WORKERS)
+    def __init__(self, policy: ServerPolicy, there: int = WORKERS) -> None:
+        """All are expected; ``there`` of them have joined and asked."""
+        self.hand = Hand(policy, WORKERS, together=False)
+        for worker in range(there):
+            self.hand.join(worker)
+            self.hand.ask(worker)
         self.old: list[Push] = []  # cancelled, abandoned or of the dead: may still arrive
 
     def play(self, deeds: list[Deed], after: Callable[[], None] = lambda: None) -> None:
@@ -87,6 +91,8 @@ class Chaos:
             self.hand.leave(worker)
 
     def _rejoin(self, number: int) -> None:
+        if not self.hand.workers:
+            return
         worker = number % len(self.hand.workers)
         self._remember(worker)
         self.hand.join(worker, self.hand.workers[worker].incarnation + 1)
@@ -242,6 +248,39 @@ def test_ssp_lets_wait_those_who_are_too_far_ahead_and_nobody_else(bound: int, d
         assert all(state.clocks[worker] > furthest for worker in state.waiting)
         assert all(state.clocks[worker] <= furthest for worker in hand.busy)
         assert state.clocks.keys() == state.members.keys()
+
+    chaos.play(deeds, check)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@given(deeds=deeds, there=st.integers(0, WORKERS))
+@example(deeds=[("push", 0)] * 20 + [("join", 0)], there=WORKERS - 1)
+def test_under_ssp_nobody_gets_further_ahead_of_anybody_than_the_bound(
+    bound: int, deeds: list[Deed], there: int
+) -> None:
+    """The positions are counted here: pushes since the run began; one who comes again begins at the slowest."""
+    chaos = Chaos(SSP(bound=bound), there=there)
+    hand = chaos.hand
+    positions = dict.fromkeys(range(WORKERS), 0)  # of those expected, too
+    incarnations = {worker: its.incarnation for worker, its in hand.workers.items()}
+    counted = 0
+
+    def check() -> None:
+        nonlocal counted
+        for worker in positions.keys() - hand.state.members.keys():
+            del positions[worker]
+        for worker, its in hand.workers.items():
+            first_of_the_expected = worker < WORKERS and worker not in incarnations
+            if its.alive and incarnations.get(worker) != its.incarnation and not first_of_the_expected:
+                positions.pop(worker, None)
+                positions[worker] = min(positions.values(), default=0)
+            incarnations[worker] = its.incarnation
+        for commit in hand.commits[counted:]:
+            positions[commit.pushes[0].worker] += 1
+        counted = len(hand.commits)
+        slowest = min(positions.values(), default=0)
+        assert all(positions[worker] <= slowest + bound for worker in hand.busy)
+        assert all(position <= slowest + bound + 1 for position in positions.values())  # and its last push
 
     chaos.play(deeds, check)
 

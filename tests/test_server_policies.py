@@ -240,6 +240,23 @@ def test_ssp_lets_a_newcomer_begin_at_the_slowest() -> None:
     assert hand.push(2) == ["commit 2", "send 2"]
 
 
+@pytest.mark.parametrize("bound, workers", [(0, 3), (2, 5)])
+def test_ssp_lets_an_expected_worker_begin_at_the_beginning_however_late_it_comes(bound: int, workers: int) -> None:
+    hand = Hand(SSP(bound=bound), workers, together=False)
+    *early, late = range(workers)
+    for worker in early:
+        hand.join(worker)
+        hand.ask(worker)
+    for _ in range(bound + 1):
+        for worker in early:
+            hand.push(worker)
+    assert hand.busy == []  # they have as many pushes as they may have before the late one has any
+    assert hand.join(late) == []
+    assert hand.ask(late) == [f"send {late}"]
+    assert hand.push(late)[0] == f"commit {late}"
+    assert sorted(hand.busy) == list(range(workers))
+
+
 @pytest.mark.parametrize("policy", [Sync(), Async(), SSP(bound=1)], ids=str)
 def test_who_comes_back_needs_a_larger_incarnation(policy: ServerPolicy) -> None:
     hand = Hand(policy, 2)

@@ -148,7 +148,7 @@ def test_one_killed_after_the_others_have_ended(bench: Bench) -> None:
 
 
 def test_workers_may_leave_early(bench: Bench) -> None:
-    """In mid-session too; the others go on."""
+    """In mid-session too, which is told of; the others go on."""
     source = """
         report("joined")
         if rank == 0:
@@ -157,7 +157,9 @@ def test_workers_may_leave_early(bench: Bench) -> None:
             Path("done").touch()
         Path("left").touch()
         """
-    assert run(bench, source) == Ended(0, "", "")
+    ended = run(bench, source)
+    assert (ended.code, ended.out) == (0, "")
+    assert re.fullmatch(r"paceline: worker [01] ended without closing its session; .*\n", ended.err)
 
 
 def test_all_killed(bench: Bench) -> None:
@@ -483,3 +485,29 @@ def test_workers_of_a_server_elsewhere(bench: Bench) -> None:
 def test_joining_needs_a_token(bench: Bench) -> None:
     with pytest.raises(UsageError, match="tcp://far:4711 needs the token"):
         run(bench, "print('started')", server=ServerOptions(join="tcp://far:4711"))
+
+
+OPEN_SESSION = """
+import torch, paceline
+model = torch.nn.Linear(2, 1)
+session = paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="async")
+for (x,) in session.batches(torch.utils.data.TensorDataset(torch.ones(12, 2)), 3, epochs=1):
+    with session.step():
+        model(x).mean().backward()
+"""
+
+
+@pytest.mark.parametrize("workers, servers", [(1, 1), (2, 2)])
+def test_a_run_ends_at_once_though_no_session_was_closed_and_says_so_once(
+    bench: Bench, workers: int, servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_TIME_TO_FINISH", DEADLINE)  # a server that waits for it takes longer than the test
+    ended = bench.run(OPEN_SESSION, workers, server=ServerOptions(servers=servers))
+    assert ended.code == 0, ended.err
+    told = [line for line in ended.err.splitlines() if "paceline: " in line]
+    assert len(told) == 1
+    assert re.fullmatch(
+        r"paceline: worker [01] ended without closing its session; use `with paceline\.join\(\.\.\.\) as session:`, or "
+        r"call session\.close\(\) at the end",
+        told[0],
+    )

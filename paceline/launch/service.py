@@ -110,6 +110,7 @@ class Service:
         self._server_incarnation = 0
         self._bind = options.bind
         self._seen_to: set[tuple[int, int]] = set()  # the killed, by rank and incarnation
+        self._told_of_open_session = False
         self._workers_ended: float | None = None  # on the monotonic clock
 
     @property
@@ -132,8 +133,9 @@ class Service:
             self._start_servers()
         # The server first: whether it comes back counts for the workers.
         for life in sorted(lives, key=lambda life: life.rank):
-            if life.rank >= 0 and life.code == 0 and self._server_incarnation:
-                self._tell_server(life.rank)  # the server before may have heard that it left
+            if self.served and life.rank >= 0 and life.code == 0:
+                self._tell_server(life.rank)  # also if it left: a server before may have heard of it
+                self._tell_of_open_session(life)
             known = (life.rank, life.incarnation) in self._seen_to
             if not known and self._may_be_killed(life) and find_kill(life) is not None:
                 self._seen_to.add((life.rank, life.incarnation))
@@ -238,6 +240,16 @@ class Service:
         kill = find_kill(killed)
         assert kill is not None
         self._processes.screen.write("stderr", f"paceline: {kill.who} {kill.what}; {what_now}\n")
+
+    def _tell_of_open_session(self, life: Life) -> None:
+        """Say once that a worker has ended in mid-session: the server takes that for a death."""
+        if life.in_session and not self._told_of_open_session:
+            self._told_of_open_session = True
+            self._processes.screen.write(
+                "stderr",
+                f"paceline: worker {life.rank} ended without closing its session; use `with paceline.join(...) as "
+                "session:`, or call session.close() at the end\n",
+            )
 
     def _server_has_ended(self) -> bool:
         return any(life.rank == SERVER and life.code is not None for life in self._processes.lives)

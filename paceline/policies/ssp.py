@@ -9,7 +9,7 @@ from typing import ClassVar
 from paceline.errors import UsageError
 from paceline.policies.messages import NOTHING, Actions, Drop, Push, mean_of
 from paceline.policies.server import ServerPolicy
-from paceline.policies.state import ServerState
+from paceline.policies.state import NOT_YET, ServerState
 
 
 @dataclass
@@ -82,9 +82,11 @@ class SSP(ServerPolicy):
 
     def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
         state = _own(state)
+        expected = state.members.get(worker) == NOT_YET
         state.join(worker, incarnation)
-        state.remove(worker)
-        state.put(worker, state.slowest if state.clocks else 0)  # it neither holds others back nor is held back
+        if not expected:  # else others have waited for it: its clock stands where it stood at the beginning
+            state.remove(worker)
+            state.put(worker, state.slowest if state.clocks else 0)  # it neither holds others back nor is held back
         return self._release(state, state.waiting)
 
     def left(self, state: ServerState, worker: int, at: float) -> Actions:

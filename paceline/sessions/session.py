@@ -26,6 +26,7 @@ from paceline.errors import CheckpointError, UsageError, check_whole, unknown_na
 from paceline.interrupts import OF_SESSIONS, StopRequest
 from paceline.launch.environment import ServerAssignment, asked_policy, read_rank_and_size, take_server_assignment
 from paceline.launch.reports import report, report_failure, supervised
+from paceline.peers.all_reduce import sparse_parameters
 from paceline.peers.connect import connect
 from paceline.peers.exchange import Exchange
 from paceline.peers.reducer import Outcome
@@ -128,8 +129,7 @@ def join(
         report("needs server")  # started with us, or now
     report("joined")  # before others are waited for: then one that never joins is found out
     if served and isinstance(policy, ServerPolicy) and assignment is not None:
-        if any(isinstance(each, torch.optim.LBFGS) for each in train_state.optimizers):
-            raise UsageError(f"LBFGS evaluates a loss several times an update, and under {policy} the server updates")
+        _check_for_server(train_state, policy)
         check_dealt(train_state.model, 1 + len(assignment.shard_fds))  # by whoever comes first
         settings: dict[str, Any] = {"policy": policy, "on_nan": on_nan}
         if assignment.role == "worker":
@@ -177,6 +177,23 @@ def _check_served(policy: Policy, assignment: ServerAssignment) -> None:
             f"this process was started as {what}, which needs a policy with a server, and found {policy}; give one to "
             "join(policy=...), or to the command, on all hosts the same: --policy async"
         )
+
+
+def _check_for_server(train_state: TrainState, policy: Policy) -> None:
+    """Raise if a server cannot make the updates."""
+    if any(isinstance(each, torch.optim.LBFGS) for each in train_state.optimizers):
+        raise UsageError(f"LBFGS evaluates a loss several times an update, and under {policy} the server updates")
+    if any(isinstance(each, torch.optim.SparseAdam) for each in train_state.optimizers):
+        raise UsageError(
+            f"SparseAdam wants sparse gradients, and under {policy} gradients travel dense; use Adam, and "
+            "nn.Embedding(sparse=False), or --policy all-reduce"
+        )
+    for name in sorted(sparse_parameters(train_state.model)):
+        if train_state.model.get_parameter(name).requires_grad:
+            raise UsageError(
+                f"the gradient of {name} is sparse, and under {policy} gradients travel dense; build its layer with "
+                "sparse=False, or use --policy all-reduce"
+            )
 
 
 def _join_as_worker(

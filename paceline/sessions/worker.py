@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -87,11 +87,15 @@ class WorkerSession(Session):
         self._asked = _OWN_DATA  # what a step was asked for last
         self._answer_comes = False  # a step was asked for, or something pushed
         self._waited = 0.0
+        self._last_block: Step | None = None  # of those that were not cancelled
         self._repeat = False  # the last step was cancelled: its batch, if it is our own, comes again
         self._means = 0  # in this epoch
         self._sampler: ShardedSampler | None = None  # of the data that the server knows of
         self._data_checksum: int | None = None
         self._failed = False
+        self._told_of_options = False
+        # Of each group, as join() was given them; None: nobody looks any more.
+        self._settings = [*map(_settings_of, _groups_of(train_state))] if self.rank == 0 else None
         self.steps = welcome.version
 
     # The loop ---------------------------------------------------------------------------------------------
@@ -110,7 +114,8 @@ class WorkerSession(Session):
 
         Batches of cancelled steps and of workers that have died are handed out again. The last batches of the last
         epoch asked for are waited for; then the model has the newest parameters. A loader or iterable that is no plain
-        data set is gone through by each worker for itself, and a batch whose step was cancelled comes again.
+        data set is gone through by each worker for itself, and a batch whose step was cancelled comes again. What has
+        been accumulated when the batches end is pushed.
         """
         found = resolve(
             source,
@@ -125,8 +130,7 @@ class WorkerSession(Session):
         end = self.epoch + 1 if epochs is None else epochs
         if not isinstance(found, Indexed):
             return self._own_batches(found, end)
-        if found.options.get("num_workers", 0) > 0:
-            logger.warning("num_workers has no effect: which batch comes next, the server says (%s)", self.policy)
+        self._tell_of_options(found.options)
         sampler = ShardedSampler(
             len(found.dataset), found.batch_size, seed=self.seed, shuffle=found.shuffle, last=found.last
         )
@@ -145,6 +149,20 @@ class WorkerSession(Session):
                 f"the server says who takes which; first it had {self._sampler.num_samples} samples in batches of "
                 f"{self._sampler.batch_size}, now {sampler.num_samples} in batches of {sampler.batch_size}. For other "
                 "data, such as an evaluation's, iterate a plain DataLoader"
+            )
+
+    def _tell_of_options(self, options: Mapping[str, Any]) -> None:
+        """Say once which options of a loader have no effect."""
+        idle = [f"{name}={value}" for name, value in sorted(options.items()) if value and name != "collate_fn"]
+        if idle and self.rank == 0 and not self._told_of_options:
+            self._told_of_options = True
+            logger.warning(
+                "%s %s no effect under %s: the server says which batch comes next, and a worker fetches it itself, in "
+                "its own process; leave %s out",
+                ", ".join(idle),
+                "has" if len(idle) == 1 else "have",
+                self.policy,
+                "it" if len(idle) == 1 else "them",
             )
 
     def _checksum(self, batches: NumberedBatches) -> int:
@@ -174,8 +192,10 @@ class WorkerSession(Session):
             more = self._client.more()
             if more is not None and more.batch >= 0:
                 return more.epoch, more.batch
-            self._give_up()  # cancelled; or without the rest of its batches the update cannot be made as it was meant
-            self._answer_comes = more is None
+            if more is None:
+                self._give_up()
+            else:
+                self._push_accumulated()
         elif self._go is not None:  # no step was made of it
             self._client.skip()
             self._go, self._answer_comes = None, True
@@ -185,24 +205,30 @@ class WorkerSession(Session):
         return self._go.epoch, self._go.batch
 
     def _own_batches(self, source: Iterable[Any], end: int) -> Iterator[Any]:
+        of_step: list[Any] = []  # batches of a step that is not done
         while self.epoch < end:
             set_epoch = getattr(getattr(source, "sampler", None), "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(self.epoch)
-            of_step: list[Any] = []  # batches of a step that is not done
-            for fetched in source:
-                waiting = [fetched]
-                while waiting:
-                    data = waiting.pop(0)
-                    of_step.append(data)
-                    self._repeat = False
-                    self._data.batch, self._data.handed_out = Fetched(data, count_examples(data), None, 0), True
-                    yield data
-                    if self._repeat:
-                        waiting, of_step = of_step + waiting, []
-                    elif not self._accumulating:
-                        of_step = []
+            for data in source:
+                yield from self._until_used([data], of_step)
+            while self.epoch + 1 == end and self._accumulating and not self._push_accumulated():
+                again, of_step = of_step, []
+                yield from self._until_used(again, of_step)
             self._begin_epoch(self.epoch + 1)
+
+    def _until_used(self, waiting: list[Any], of_step: list[Any]) -> Iterator[Any]:
+        """Give batches of one's own; those of a step that is cancelled come again."""
+        while waiting:
+            data = waiting.pop(0)
+            of_step.append(data)
+            self._repeat = False
+            self._data.batch, self._data.handed_out = Fetched(data, count_examples(data), None, 0), True
+            yield data
+            if self._repeat:
+                waiting, of_step[:] = of_step + waiting, []
+            elif not self._accumulating:
+                of_step.clear()
 
     def _begin_epoch(self, epoch: int) -> None:
         self._data.epoch, self._data.batch = epoch, None
@@ -250,6 +276,12 @@ class WorkerSession(Session):
         if self._closed:
             return
         self._closed = True
+        if self._accumulating and not self._failed:
+            logger.warning(
+                "worker %d: %d accumulated blocks were not pushed; end with a step without accumulate=True",
+                self.rank,
+                self._blocks,
+            )
         self._cancellation.close()
         self._remove_hooks()
         if self._clock is not None:
@@ -289,6 +321,7 @@ class WorkerSession(Session):
         assert self._go is not None, "the server has steps without end for those who have data of their own"
         fresh = not self._accumulating
         if fresh:
+            self._look_at_settings()
             self._blocks = 0
             self._train_state.clear_gradients()
             self._examples, self._bad_loss = 0, None
@@ -300,6 +333,26 @@ class WorkerSession(Session):
         if self._clock is not None:
             self._clock.start(fresh=fresh)
         self._cancellation.arm(self._pause if fresh and self._injected_delays is not None else None)
+
+    def _look_at_settings(self) -> None:
+        """Say once that the script changes its optimizer's settings, which are not those that count; worker 0 looks."""
+        if self._settings is None:
+            return
+        for group, settings in zip(_groups_of(self._train_state), self._settings, strict=False):
+            for name, before in settings.items():
+                if group.get(name) != before:
+                    self._settings = None
+                    logger.warning(
+                        "step %d: %s of the optimizer was changed from %s to %s, which has no effect under %s: the "
+                        "server updates the parameters, with its own optimizer. Give the scheduler to "
+                        "join(scheduler=...), and do not step it",
+                        self.steps,
+                        name,
+                        before,
+                        group.get(name),
+                        self.policy,
+                    )
+                    return
 
     def _pause(self) -> None:
         assert self._injected_delays is not None and self._go is not None
@@ -319,6 +372,7 @@ class WorkerSession(Session):
         self._accumulating = step.accumulate
         assert self._clock is not None
         self._clock.computed(None)
+        self._last_block = step
         if step.accumulate:
             loss = self._loss_of(step)
             self._bad_loss = loss if loss is not None and not math.isfinite(loss) else None
@@ -332,6 +386,16 @@ class WorkerSession(Session):
         self._train_state.clear_gradients()
         self._nan_guard.restore_buffers(self._train_state.model)
         self._go, self._answer_comes, self._repeat = None, True, True
+
+    def _push_accumulated(self) -> bool:
+        """The data has ended: push what was accumulated, as a smaller update; False if its step was cancelled."""
+        assert self._last_block is not None
+        if self._client.cancelled():
+            self._give_up()
+            return False
+        self._accumulating = False
+        self._finish(self._last_block)
+        return True
 
     def _finish(self, step: Step) -> None:
         loss = self._loss_of(step)
@@ -363,6 +427,17 @@ class WorkerSession(Session):
         yield
         if scaler is not None:
             scaler.update()
+
+
+def _groups_of(train_state: TrainState) -> list[dict[str, Any]]:
+    return [group for optimizer in train_state.optimizers for group in optimizer.param_groups]
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The rate and the like of a group of parameters; what is on a GPU is left out, for it would be waited for."""
+    plain = {name: value for name, value in group.items() if isinstance(value, int | float | tuple)}
+    tensors = {name: value for name, value in group.items() if isinstance(value, Tensor) and value.numel() == 1}
+    return {**plain, **{name: value.clone() for name, value in tensors.items() if value.device.type == "cpu"}}
 
 
 def join_as_worker(
