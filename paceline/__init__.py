@@ -1,13 +1,13 @@
 """Train one PyTorch model on many workers; how they keep pace with each other is a value you pass in."""
 
+# ruff: noqa: F405  # the policies come by a star import
+
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paceline import policies
 from paceline.collectives.register import register
-from paceline.policies import *  # noqa: F403  # they import nothing slow
 from paceline.version import __version__
 
 if TYPE_CHECKING:
@@ -21,31 +21,47 @@ if TYPE_CHECKING:
         UsageError,
     )
     from paceline.peers.ddp import DistributedDataParallel
+    from paceline.policies import *  # noqa: F403
     from paceline.problems import Metric, Problem, Recipe
     from paceline.sessions.session import Session, Step, join
     from paceline.sessions.timing import Timing
 
 __all__ = [
+    "POLICIES",
+    "SSP",
+    "AdaSync",
+    "AllReduce",
+    "Async",
     "CheckpointError",
     "CommError",
     "DistributedDataParallel",
+    "KAsync",
+    "KBatchAsync",
+    "KBatchSync",
+    "KSync",
+    "LocalSGD",
     "Metric",
     "NonFiniteLossError",
     "PacelineError",
+    "PeersPolicy",
+    "Policy",
     "Problem",
     "Recipe",
     "RunInUseError",
+    "ServerPolicy",
     "Session",
     "ShardedSampler",
     "Step",
+    "Sync",
     "Timing",
     "UsageError",
     "__version__",
     "join",
+    "parse_policy",
 ]
-__all__ += policies.__all__
 
-# Names are looked up on first use: the command and the supervisor start in an instant, without torch's seconds.
+# Names are looked up on first use: the command and the supervisor start in an instant, without torch's seconds, and
+# torch itself may import us. Those without a home here are policies.
 _HOMES = {
     "paceline.data.sampler": ["ShardedSampler"],
     "paceline.errors": [name for name in __all__ if name.endswith("Error")],
@@ -57,9 +73,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(home), name)
+    if name in __all__:
+        home = next((home for home, names in _HOMES.items() if name in names), "paceline.policies")
+        return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
 
 

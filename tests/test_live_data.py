@@ -231,7 +231,9 @@ def test_what_is_accumulated_of_ones_own_batches_when_they_end_is_pushed(pair: P
         if overtaken and len(given) == 6:
             pair.overtake()
     assert given == [0, 4, 8, 0, 4, 8] + ([8, 0, 4, 8] if overtaken else [])
-    assert [commit.examples for commit in pair.cluster.host.commits] == [8, *([0] if overtaken else []), 16]
+    wanted = [8, *([0] if overtaken else []), 16]
+    pair.cluster.until(lambda: len(pair.cluster.host.commits) == len(wanted))
+    assert [commit.examples for commit in pair.cluster.host.commits] == wanted
 
 
 def test_steps_without_batches(pair: Pair) -> None:

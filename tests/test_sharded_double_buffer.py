@@ -65,7 +65,7 @@ class Shard:
         quiet = cast(Any, Quiet())
         self.server = ShardServer(self.train_state, shard=1, servers=2, file=file, listener=quiet)
         self.server._first = quiet
-        self.order(wire.Begin, version or 0, 1, state)
+        self.order(wire.Begin, version or 0, 1, state, True)
 
     def order(self, kind: Callable[..., wire.Message], *values: Any) -> None:
         self.server._obey(kind(self.server._orders + 1, *values))
@@ -80,7 +80,8 @@ class Shard:
         dice = torch.Generator().manual_seed(1000 * version + source)
         for flat in Arena(self._layouts.up, self.memory.slot(0)).flat:
             flat.copy_(torch.randn(flat.shape, generator=dice))
-        self.order(wire.Ready, version, 0, True, b"\xff")
+        self.order(wire.Take, 0, version, 1, True, True, b"\xff")
+        self.order(wire.Ready, version)
 
     def commit(self, source: int = 0) -> None:
         """Make a commit; what becomes of it, the first server decides."""

@@ -172,7 +172,7 @@ def test_a_resumed_run_must_have_the_data_that_it_had() -> None:
 
 
 def test_data_that_makes_no_batches_is_refused() -> None:
-    with pytest.raises(UsageError, match="num_samples must be at least 1, got 0"):
+    with pytest.raises(UsageError, match="the data set is empty"):
         described(0, 1)
     with pytest.raises(UsageError, match="batch of 3 asked for, data set has 2 samples"):
         described(2, 3, "drop")

@@ -243,7 +243,8 @@ class Service:
 
     def _tell_of_open_session(self, life: Life) -> None:
         """Say once that a worker has ended in mid-session: the server takes that for a death."""
-        if life.in_session and not self._told_of_open_session:
+        replays = self._process_environment.assignment is not None and self._process_environment.assignment.replay
+        if life.in_session and not self._told_of_open_session and not replays:
             self._told_of_open_session = True
             self._processes.screen.write(
                 "stderr",

@@ -65,7 +65,7 @@ class Peers:
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, now: bool = False) -> Pending:
         """Start adding up ``tensor`` over all workers, in place; ``now`` is faster if there is nothing else to do."""
-        self.traffic.num_bytes += tensor.nbytes
+        self.traffic.num_bytes += _num_bytes(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = op, not now
         work: Pending = self.group.allreduce([tensor], options)
@@ -118,6 +118,12 @@ class Peers:
                 f"worker {self.rank} of {self.size} lost contact while {what}: {str(error).splitlines()[0]}; "
                 "another worker has probably died, look for its own error"
             ) from error
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    if tensor.is_sparse:  # how much of it travels is known when all have told their sizes
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
 
 
 def default_peers(device: torch.device, rank_and_size: tuple[int, int] | None = None) -> Peers:

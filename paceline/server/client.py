@@ -299,7 +299,6 @@ class Client:
     def push(self, *, examples: int, loss: float | None, seconds: float) -> None:
         """Push the gradients that lie in the model, and its buffers."""
         self._layouts.check_trained()
-        self._layouts.check_dense()
         tensors, filled = None, Filled(b"", finite=False, checksum=0)  # it is for the server to look
         if self._memory_file is None:
             tensors, used = self._gradients.pieces()

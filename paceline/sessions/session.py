@@ -26,7 +26,6 @@ from paceline.errors import CheckpointError, UsageError, check_whole, unknown_na
 from paceline.interrupts import OF_SESSIONS, StopRequest
 from paceline.launch.environment import ServerAssignment, asked_policy, read_rank_and_size, take_server_assignment
 from paceline.launch.reports import report, report_failure, supervised
-from paceline.peers.all_reduce import sparse_parameters
 from paceline.peers.connect import connect
 from paceline.peers.exchange import Exchange
 from paceline.peers.reducer import Outcome
@@ -185,15 +184,9 @@ def _check_for_server(train_state: TrainState, policy: Policy) -> None:
         raise UsageError(f"LBFGS evaluates a loss several times an update, and under {policy} the server updates")
     if any(isinstance(each, torch.optim.SparseAdam) for each in train_state.optimizers):
         raise UsageError(
-            f"SparseAdam wants sparse gradients, and under {policy} gradients travel dense; use Adam, and "
-            "nn.Embedding(sparse=False), or --policy all-reduce"
+            f"SparseAdam wants sparse gradients, and under {policy} gradients travel dense; use another optimizer, "
+            "such as Adam or SGD, or --policy all-reduce"
         )
-    for name in sorted(sparse_parameters(train_state.model)):
-        if train_state.model.get_parameter(name).requires_grad:
-            raise UsageError(
-                f"the gradient of {name} is sparse, and under {policy} gradients travel dense; build its layer with "
-                "sparse=False, or use --policy all-reduce"
-            )
 
 
 def _join_as_worker(

@@ -106,15 +106,6 @@ class ModelLayouts:
                     "Freeze and unfreeze parameters before join()"
                 )
 
-    def check_dense(self) -> None:
-        """Raise if a gradient is sparse: what travels has a place for every number."""
-        for name, parameter in zip(self.trained_names, self.trained, strict=True):
-            if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise UsageError(
-                    f"the gradient of {name} is sparse, and to a server gradients travel dense; build the layer with "
-                    "sparse=False, or use --policy all-reduce"
-                )
-
     @staticmethod
     def describe(model: nn.Module) -> tuple[tuple[str, tuple[int, ...], str, bool], ...]:
         """Name, shape, dtype of every tensor, and whether it is trained: equal on processes that fit together."""
