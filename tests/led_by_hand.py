@@ -16,9 +16,8 @@ from live import DEADLINE, TOKEN, Cluster, Weights
 from torch import Tensor, nn
 
 from paceline.store.layout import ModelLayouts, memory_of
-from paceline.transport.channel import Received
-from paceline.transport.connections import Connection
-from paceline.transport.handshake import Opening
+from paceline.transport.calling import prove
+from paceline.transport.connections import Connection, Received
 from paceline.transport.messages import Alive, Ask, Data, Described, Finished, Go, Hello, Message, PushMessage, Welcome
 from paceline.transport.pieces import Pieces
 from paceline.transport.wire import decode, encode
@@ -42,16 +41,15 @@ class Hand:
         process: int | None = None,
         address: str | None = None,
         hello: bool = True,
+        sealed: bool = False,
     ) -> None:
         self._cluster = cluster
         self.model = model or Weights()
         self.layouts = ModelLayouts(self.model)
         self.line = Connection.to(address or cluster.address, DEADLINE)
         cluster.lines.append(self.line)
-        opening = Opening(token, "none")
         self.parameters = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)
-        self.line.send(opening.hello())
-        self.line.channel = opening.finish(self._next().head)
+        prove(self.line, token, sealed=sealed, wait=self._wait)
         self.step = self.version = 0
         if hello:
             self.welcome = self.join(rank, process)
@@ -126,11 +124,14 @@ class Hand:
     def _next(self) -> Received:
         end = time.monotonic() + DEADLINE
         while (received := self.line.receive(self._into())) is None:
-            self.line.wait(0.1)
-            self._cluster.check()
-            assert not self.line.ended, "the server has hung up"
+            self._wait()
             assert time.monotonic() < end, "the server says nothing"
         return received
+
+    def _wait(self) -> None:
+        self.line.wait(0.1)
+        self._cluster.check()
+        assert not self.line.ended, "the server has hung up"
 
     def close(self) -> None:
         self.line.close()

@@ -211,7 +211,7 @@ class Cluster:
             model,
             address=address or self.address,
             token=TOKEN,
-            sealing="none",
+            sealed=False,
             rank=rank,
             incarnation=0,
             memory=None,

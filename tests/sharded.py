@@ -18,14 +18,13 @@ from paceline.server.live import LiveServer
 from paceline.server.shard_server import ShardServer
 from paceline.server.shards import Shards
 from paceline.train_state import TrainState
-from paceline.transport.channel import Sealing
 from paceline.transport.listening import Listener
 
 
 class _Beside:
     """One of the other servers, in a thread of its own."""
 
-    def __init__(self, train_state: TrainState, *, shard: int, servers: int, sealing: Sealing) -> None:
+    def __init__(self, train_state: TrainState, *, shard: int, servers: int, sealed: bool) -> None:
         self.train_state = train_state
         self.memory = os.memfd_create("test")
         self.listener = Listener(TOKEN)
@@ -36,7 +35,7 @@ class _Beside:
             servers=servers,
             file=self.memory,
             listener=self.listener,
-            address=self.listener.bind("tcp://127.0.0.1:0", sealing=sealing),
+            address=self.listener.bind("tcp://127.0.0.1:0", sealed=sealed),
         )
         self.failure: BaseException | None = None
         self.stopped = threading.Event()
@@ -67,18 +66,18 @@ class ShardedCluster(Cluster):
         make: Callable[[], TrainState],
         *,
         servers: int,
-        sealing: Sealing = "none",
+        sealed: bool = False,
         train_state: TrainState | None = None,
         **options: Any,
     ) -> None:
         self.shards: Shards | None = None
         self.beside = [
-            _Beside(_scrambled(make()), shard=shard, servers=servers, sealing=sealing) for shard in range(1, servers)
+            _Beside(_scrambled(make()), shard=shard, servers=servers, sealed=sealed) for shard in range(1, servers)
         ]
-        self._sealing: Sealing = sealing
+        self._sealed = sealed
         super().__init__(policy, train_state or make(), **options)
-        if sealing != "none":
-            self.tcp_address = self.listener.bind("tcp://127.0.0.1:0", sealing=sealing)
+        if sealed:
+            self.tcp_address = self.listener.bind("tcp://127.0.0.1:0", sealed=sealed)
 
     def make_server(self, **options: Any) -> LiveServer:
         if self.beside:
@@ -127,7 +126,7 @@ class ShardedCluster(Cluster):
             model,
             address=address or self.address,
             token=TOKEN,
-            sealing=self._sealing if address is not None else "none",
+            sealed=self._sealed and address is not None,
             rank=rank,
             incarnation=0,
             memory=None,

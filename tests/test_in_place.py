@@ -36,7 +36,7 @@ entries = st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(DTYPES), st
 
 
 def bytes_of(pieces: Pieces) -> bytes:
-    return b"".join(pieces.between(0, pieces.nbytes))
+    return b"".join(pieces.stretches)
 
 
 @settings(max_examples=40)
@@ -85,7 +85,7 @@ def test_parameters_arrive_in_the_model(in_model: bool, entries: list[tuple[int,
     before = [parameter._version for parameter in model.parameters()]
     into = parameters.in_model() if in_model else parameters.aside
     start = 0
-    for place in into.between(0, into.nbytes):
+    for place in into.stretches:
         place[:] = memory_of(sent)[start : start + len(place)]
         start += len(place)
     parameters.take(into)
@@ -99,9 +99,9 @@ def test_only_what_lies_aside_is_untouched_until_it_is_taken() -> None:
     parameters = Parameters(ModelLayouts(model))
     (weight, *_) = model.parameters()
     before = weight.detach().clone()
-    for place in parameters.aside.between(0, parameters.aside.nbytes):
+    for place in parameters.aside.stretches:
         place[:] = bytes(len(place))
     assert torch.equal(weight, before)
-    for place in parameters.in_model().between(0, 80_000):
+    for place in parameters.in_model().stretches:
         place[:] = bytes(len(place))
     assert not weight.any()

@@ -18,7 +18,7 @@ from paceline.server import client as client_module
 from paceline.server.client import Client
 from paceline.server.work_queue import WorkQueue
 from paceline.transport import listening
-from paceline.transport.listening import Listener, sealing_to
+from paceline.transport.listening import Listener, sealed_to
 from paceline.transport.sockets import listen
 
 pytestmark = pytest.mark.timeout(60)
@@ -193,7 +193,7 @@ def test_a_server_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_TIME_TO_ANSWER", 0.2)
     for address in ("ipc://@paceline-test-nobody", "tcp://127.0.0.1:1"):
         with pytest.raises(CommError, match=f"no answer from a server at {address} within"):
-            Client(Weights(), address=address, token=TOKEN, sealing="none", rank=0, incarnation=0, memory=None)
+            Client(Weights(), address=address, token=TOKEN, sealed=False, rank=0, incarnation=0, memory=None)
 
 
 def test_an_address_that_is_taken_and_one_that_cannot_be() -> None:
@@ -211,5 +211,5 @@ def test_addresses_of_both_kinds(bound: str) -> None:
         assert address.rpartition(":")[0] == bound.rpartition(":")[0].replace("*", "0.0.0.0")
         port = address.rpartition(":")[2]
         for host in {"[::1]:0": ["[::1]"], "[::]:0": ["[::1]", "127.0.0.1"], "*:0": ["127.0.0.1"]}[bound[6:]]:
-            assert sealing_to(f"tcp://{host}:{port}", trusted=False) == "none"
+            assert not sealed_to(f"tcp://{host}:{port}", trusted=False)
             Hand(cluster, address=f"tcp://{host}:{port}").ask()

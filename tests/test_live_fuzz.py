@@ -12,18 +12,16 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from led_by_hand import DATA, Hand
 from live import DEADLINE, TOKEN, Cluster, Weights, host_and_port
 from quick import quick
-from test_channel import in_line, receive
+from test_connections import in_line
 from test_wire import EXAMPLES, mutated
 
-from paceline.errors import WireError
 from paceline.store.layout import ModelLayouts
-from paceline.transport.channel import Channel, Sealing
+from paceline.transport.connections import LENGTHS
 from paceline.transport.handshake import Opening
 from paceline.transport.messages import (
     Alive,
@@ -41,15 +39,14 @@ from paceline.transport.messages import (
     Save,
     Skip,
 )
+from paceline.transport.noise import Ciphers
 from paceline.transport.wire import encode
 
-Frames = list[bytes]
 MODEL = tuple(Described(*entry) for entry in ModelLayouts.describe(Weights()))
 UP = ModelLayouts(Weights()).up.nbytes
-HUGE = 2**64 - 1
 GOOD_RANK = 7777
-SEALINGS: tuple[Sealing, ...] = get_args(Sealing)
-HELLOS = [Opening(token, sealing).hello() for token in (TOKEN, TOKEN[::-1]) for sealing in SEALINGS]
+HELLOS = [Opening(token, sealed=sealed).hello() for token in (TOKEN, TOKEN[::-1]) for sealed in (False, True)]
+STRANGE = [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(501), b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"]
 
 
 def resident() -> float:
@@ -59,16 +56,16 @@ def resident() -> float:
 
 
 class Attacker:
-    """Has the token and makes use of it: knows what number the server expects, and which step is under way."""
+    """Has the token and makes use of it: knows which step is under way."""
 
     def __init__(self, cluster: Cluster, source: random.Random) -> None:
         self._state, self._source = cluster.server._state, source
-        self._mirror = Channel("none", b"", b"")  # takes what the server's takes
 
-    def hello(self) -> Frames:
-        return self._framed(encode(Hello(-1, 0, os.getpid(), "here", False, MODEL)), None)
+    def hello(self) -> bytes:
+        return in_line(encode(Hello(-1, 0, os.getpid(), "here", False, MODEL)))
 
-    def frames(self) -> Frames:
+    def data(self) -> bytes:
+        """A message, which may be none of ours."""
         source = self._source
         chance = source.random()
         if chance < 0.35:  # most of what it does costs it its place
@@ -79,20 +76,13 @@ class Attacker:
             head = mutated(head, source)
         tensors = None
         if source.random() < (0.9 if isinstance(message, PushMessage) else 0.03):
-            tensors = struct.pack("<f", self._real() if source.random() < 0.3 else 1.0) * (UP // 4)
-        return self._framed(head, tensors)
-
-    def _framed(self, head: bytes, tensors: bytes | None) -> Frames:
-        source, number = self._source, self._mirror._received
-        length = HUGE if tensors is None else len(tensors)
-        if source.random() < 0.05:
-            number, length = source.choice([0, number, number + 1, HUGE]), source.choice([0, UP - 1, UP, 2**20, HUGE])
-        frames = [struct.pack("<QQ", number, length) + head, *([] if tensors is None else [tensors])]
-        if source.random() < 0.03:
-            frames = [*(mutated(frame, source) for frame in frames), *[b"more"] * source.randrange(3)]
-        with contextlib.suppress(WireError):
-            receive(self._mirror, frames, memoryview(bytearray(UP)))
-        return frames
+            count = UP // 4 if source.random() < 0.95 else source.randrange(100)
+            tensors = struct.pack("<f", self._real() if source.random() < 0.3 else 1.0) * count
+        data = in_line(head, tensors)
+        if source.random() < 0.003:  # nothing behind it is where it should be
+            lengths = LENGTHS.pack(source.choice([0, 7, 2**20, 2**32 - 1]), source.choice([0, UP, 2**40, 2**64 - 2]))
+            return lengths + data[LENGTHS.size :]
+        return data
 
     def _message(self) -> Message:
         """A message that can be read, and says what it likes."""
@@ -132,15 +122,18 @@ class Attacker:
         )
 
 
-def nonsense(source: random.Random) -> Frames:
+def nonsense(source: random.Random) -> bytes:
     """What a stranger may send."""
     hello = source.choice(HELLOS)
     frame = source.choice([source.randbytes(source.randrange(200)), mutated(hello, source), mutated(hello[:4], source)])
-    return [frame, *[source.randbytes(3)] * source.choice([0, 0, 0, 1, 7])]
+    data = in_line(frame, source.choice([None, None, None, source.randbytes(3)]))
+    return source.choice([data, data, mutated(data, source), source.randbytes(300), *STRANGE])
 
 
-def knock(cluster: Cluster, source: random.Random) -> socket.socket:
+def knock(cluster: Cluster, source: random.Random, sealed_address: str | None) -> socket.socket:
     """Connect as another host would, or as a process of this one and the same user."""
+    if sealed_address is not None:
+        return socket.create_connection(host_and_port(sealed_address))
     if source.random() < 0.5:
         knocker = socket.socket(socket.AF_UNIX)
         knocker.connect("\0" + cluster.address.removeprefix("ipc://@"))
@@ -148,28 +141,53 @@ def knock(cluster: Cluster, source: random.Random) -> socket.socket:
     return socket.create_connection(host_and_port(cluster.tcp_address))
 
 
-def attack_as_stranger(cluster: Cluster, source: random.Random, count: int) -> int:
+def proved(knocker: socket.socket, *, sealed: bool) -> Ciphers | None:
+    """Go through the handshake with the token."""
+    opening = Opening(TOKEN, sealed=sealed)
+    knocker.sendall(in_line(opening.hello()))
+    reply = b""
+    while len(reply) < len(in_line(bytes(48))):
+        reply += knocker.recv(100)
+    proof, ciphers = opening.finish(reply[LENGTHS.size :])
+    knocker.sendall(in_line(proof))
+    return ciphers
+
+
+def attack_as_stranger(cluster: Cluster, source: random.Random, count: int, sealed_address: str | None) -> int:
+    """Before, during and after the handshake, of which the hello may be a copy of a true one."""
     for _ in range(count):
-        with contextlib.suppress(OSError), knock(cluster, source) as knocker:
-            knocker.sendall(in_line(nonsense(source)[:2]))
+        with contextlib.suppress(OSError), knock(cluster, source, sealed_address) as knocker:
+            if source.random() < 0.3:
+                knocker.sendall(in_line(HELLOS[sealed_address is not None]))
+            knocker.sendall(nonsense(source))
             if source.random() < 0.05:
+                knocker.settimeout(0.05)
                 knocker.recv(100)  # a refusal, or the end
     return count
 
 
-def attack_with_token(cluster: Cluster, source: random.Random, count: int) -> int:
+def attack_with_token(cluster: Cluster, source: random.Random, count: int, sealed_address: str | None) -> int:
     """Until the server hangs up, which it does when a line cannot be understood any more."""
-    with knock(cluster, source) as knocker:
-        attacker = Attacker(cluster, source)
-        knocker.sendall(in_line([Opening(TOKEN, "none").hello()]) + in_line(attacker.hello()))
+    with knock(cluster, source, sealed_address) as knocker:
         knocker.settimeout(DEADLINE)
+        ciphers = proved(knocker, sealed=sealed_address is not None)
+        attacker = Attacker(cluster, source)
+        knocker.sendall(under(ciphers, attacker.hello()))
         sent = 0
         with contextlib.suppress(ConnectionError):
             while sent < count:
-                data = in_line(attacker.frames()[:2])
-                knocker.sendall(mutated(data, source) if source.random() < 0.005 else data)
+                data = under(ciphers, attacker.data())
+                knocker.sendall(mutated(data, source) if source.random() < 0.003 else data)
                 sent += 1
     return sent
+
+
+def under(ciphers: Ciphers | None, data: bytes) -> bytes:
+    """Data as it is sent under keys, if there are some."""
+    if ciphers is None:
+        return data
+    sealed = ciphers.send.encrypt(data)
+    return len(sealed).to_bytes(2, "big") + sealed
 
 
 @pytest.mark.parametrize("count", quick([20_000, 100_000], 20_000))
@@ -179,13 +197,15 @@ def test_messages_that_no_worker_should_send(count: int) -> None:
     try:
         with Cluster("k-batch-async(k=2)", workers=2) as cluster:
             good = Hand(cluster, GOOD_RANK)
+            sealed_address = cluster.listener.bind("tcp://127.0.0.1:0", sealed=True)
             good.say(DATA)
             sent = turns = 0
             while sent < count:
                 if turns == 20:
                     before = resident()
-                sent += attack_as_stranger(cluster, source, 10)
-                sent += attack_with_token(cluster, source, 300)
+                where = sealed_address if turns % 2 else None
+                sent += attack_as_stranger(cluster, source, 10, where)
+                sent += attack_with_token(cluster, source, 300, where)
                 good.ask()
                 good.push(0.0)
                 turns += 1

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from led_by_hand import Hand, batches
-from live import Cluster, Weights
+from live import TOKEN, Cluster, Weights
+from test_connections import in_line
 from torch import nn
 from torch.optim import SparseAdam
 
 from paceline.errors import CommError, UsageError, WireError
 from paceline.policies import Sync
+from paceline.server.client import Client
 from paceline.sessions.session import _check_for_server
 from paceline.train_state import TrainState
-from paceline.transport.handshake import fresh_token
+from paceline.transport.calling import call
+from paceline.transport.handshake import Opening
 from paceline.transport.messages import (
     Ask,
     Averaged,
@@ -65,8 +70,45 @@ def refusal_of(hand: Hand, message: Message, tensors: bytes | None = None) -> st
 
 def test_a_wrong_token(cluster: Cluster) -> None:
     with pytest.raises(WireError, match="the token is not the server's"):
-        Hand(cluster, token=bytes.fromhex(fresh_token()))
+        Hand(cluster, token=bytes(32))
     assert cluster.listener.strangers == 1
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_wrong_token_and_disagreement_on_encryption_are_told_to_a_worker(cluster: Cluster, sealed: bool) -> None:
+    address = cluster.listener.bind("tcp://127.0.0.1:0", sealed=sealed)
+    options: dict[str, Any] = {"address": address, "rank": 0, "incarnation": 0, "memory": None}
+    with pytest.raises(WireError, match=rf"joining the server at {address}: .*the token is not the server's; give"):
+        Client(Weights(), token=bytes(32), sealed=sealed, **options)
+    with pytest.raises(WireError, match=rf"joining the server at {address}: .*--trusted-network is for both or"):
+        Client(Weights(), token=TOKEN, sealed=not sealed, **options)
+    assert cluster.listener.strangers == 2
+    hand = Hand(cluster, 0, address=address, sealed=sealed)
+    hand.ask()
+    hand.push(2.0)
+    assert hand.go().version == 1
+    assert hand.value == cluster.value == -2.0
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_something_that_is_no_server_is_told_of_by_its_address(sealed: bool) -> None:
+    """It may be another service, or one in between that does not have the token."""
+    hello = Opening(TOKEN, sealed=sealed).hello()
+    for words in (b"HTTP/1.1 400 Bad Request\r\n\r\n", in_line(bytes(48)), in_line(hello)):
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            answering = threading.Thread(target=answer_once, args=(door, words))
+            answering.start()
+            address = f"tcp://127.0.0.1:{door.getsockname()[1]}"
+            with pytest.raises(WireError, match=f"joining the server at {address}: (wanted a head|the server did not)"):
+                call(address, TOKEN, sealed=sealed, seconds=30)
+            answering.join()
+
+
+def answer_once(door: socket.socket, words: bytes) -> None:
+    with door.accept()[0] as connection:
+        connection.recv(100)
+        connection.sendall(words)
+        connection.recv(100)  # until the other end closes
 
 
 @pytest.mark.parametrize(

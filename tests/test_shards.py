@@ -257,7 +257,7 @@ def test_an_order_that_comes_again_is_answered_and_not_carried_out() -> None:
 
 def test_only_the_first_server_gives_orders() -> None:
     with ShardedCluster("async", versions, servers=2, workers=1) as cluster:
-        line = call(cluster.beside[0].address, bytes(range(32)), "none", seconds=5)
+        line = call(cluster.beside[0].address, bytes(range(32)), sealed=False, seconds=5)
         for order in (wire.Update(2, 1, math.nan), wire.Begin(1, 0, 1, 0, True)):
             line.send(encode(order))
             while (received := line.receive()) is None:
@@ -274,7 +274,7 @@ def test_too_few_tensors_are_refused() -> None:
 
 def test_parameters_and_gradients_that_are_sealed_on_their_way() -> None:
     """As between hosts."""
-    cluster = ShardedCluster("sync", adam, servers=3, sealing="all", workers=2)
+    cluster = ShardedCluster("sync", adam, servers=3, sealed=True, workers=2)
     with pushers(cluster, [Model(), Model()], address=cluster.tcp_address) as made:
         lead(made, range(TURNS))
         cluster.collect()

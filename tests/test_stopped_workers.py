@@ -202,7 +202,7 @@ def test_a_worker_that_was_overtaken_by_a_server_that_died_joins_again(monkeypat
 
 def _local_client(cluster: Cluster) -> Client:
     return Client(
-        Weights(), address=cluster.address, token=TOKEN, sealing="none", rank=0, incarnation=0, memory=cluster.memory
+        Weights(), address=cluster.address, token=TOKEN, sealed=False, rank=0, incarnation=0, memory=cluster.memory
     )
 
 

@@ -31,13 +31,12 @@ from paceline.server.client import Client
 from paceline.server.live import CommitSummary, LiveServer
 from paceline.server.work_queue import WorkQueue
 from paceline.train_state import TrainState
-from paceline.transport.channel import Sealing
 from paceline.transport.listening import Listener
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (4 * KB, MB, 25 * MB)
-LOCAL: dict[str, Sealing | None] = {"shared memory": None}
-OVER_TCP: dict[str, Sealing | None] = {"tcp, trusted": "heads", "tcp, sealed": "all"}
+LOCAL: dict[str, bool | None] = {"shared memory": None}
+OVER_TCP: dict[str, bool | None] = {"tcp, trusted": False, "tcp, sealed": True}  # whether it is encrypted
 _SERVER = 1  # its rank; the worker's is 0
 _TENSORS = 8  # that the parameters of more than a page are made of
 
@@ -108,7 +107,7 @@ def _push_for(seconds: float, address: str, token: bytes, memory: int) -> int:
     model = _model(SIZES[0])
     _set_gradients(model)
     rank = dist.get_rank()
-    client = Client(model, address=address, token=token, sealing="none", rank=rank, incarnation=0, memory=memory)
+    client = Client(model, address=address, token=token, sealed=False, rank=rank, incarnation=0, memory=memory)
     client.ask(-1)
     client.next_step(-1)
     count, end = 0, time.perf_counter() + seconds
@@ -120,8 +119,8 @@ def _push_for(seconds: float, address: str, token: bytes, memory: int) -> int:
     return count
 
 
-def _compare(size: int, sealings: dict[str, Sealing | None], rounds: int, trips: int) -> list[Row]:
-    clients = {way: _Worker(size, sealing) for way, sealing in sealings.items()}
+def _compare(size: int, ways_of_ours: dict[str, bool | None], rounds: int, trips: int) -> list[Row]:
+    clients = {way: _Worker(size, sealed) for way, sealed in ways_of_ours.items()}
     ways: dict[str, Callable[[], None]] = {way: client.trip for way, client in clients.items()}
     ways["rpc"] = _WorkerOfRpc(size).trip
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -163,16 +162,16 @@ def _set_gradients(model: nn.Module) -> None:
 class _Worker:
     """A worker of our server, whose address comes from the other rank."""
 
-    def __init__(self, size: int, sealing: Sealing | None) -> None:
+    def __init__(self, size: int, sealed: bool | None) -> None:
         self._model = _model(size)
         _set_gradients(self._model)
         process, memory, port, *token = _shared_numbers([0] * 35)
-        local = sealing is None
+        local = sealed is None
         self._client = Client(
             self._model,
             address=f"ipc://@paceline-bench-{process}-{memory}" if local else f"tcp://127.0.0.1:{port}",
             token=bytes(token),
-            sealing=sealing or "none",
+            sealed=bool(sealed),
             rank=0,
             incarnation=0,
             memory=_opened(process, memory) if local else None,
@@ -188,18 +187,18 @@ class _Worker:
         self._client.leave(failed=False)
 
 
-def _serve(size: int, ways: dict[str, Sealing | None]) -> list[Row]:
+def _serve(size: int, ways: dict[str, bool | None]) -> list[Row]:
     """Be the servers that the other rank compares; it is the one that has rows."""
     _ServerOfRpc.models[size] = _ServerOfRpc(size)
     threads = []
-    for sealing in ways.values():
+    for sealed in ways.values():
         token, memory = secrets.token_bytes(32), os.memfd_create("paceline-bench")
         listener = Listener(token)
         port = 0
-        if sealing is None:
+        if sealed is None:
             listener.bind(f"ipc://@paceline-bench-{os.getpid()}-{memory}")
         else:
-            port = int(listener.bind("tcp://127.0.0.1:0", sealing=sealing).rpartition(":")[2])
+            port = int(listener.bind("tcp://127.0.0.1:0", sealed=sealed).rpartition(":")[2])
         threads.append(threading.Thread(target=_be_server, args=(size, listener, memory)))
         threads[-1].start()
         _shared_numbers([os.getpid(), memory, port, *token])

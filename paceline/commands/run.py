@@ -26,7 +26,7 @@ _TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": F
 @click.option(
     "--token-file", type=PathType(path_type=Path), help="Where the token to join with lies.  [PACELINE_TOKEN]"
 )
-@click.option("--trusted-network", is_flag=True, help="With --join, as the server: send tensors unencrypted.")
+@click.option("--trusted-network", is_flag=True, help="With --join, as the server: encrypt nothing.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def run(
     workers: int,
@@ -81,7 +81,7 @@ def run(
     type=PathType(path_type=Path),
     help="Where the token to join with lies; made if it is not there.  [PACELINE_TOKEN, else paceline-token]",
 )
-@click.option("--trusted-network", is_flag=True, help="Let tensors go unencrypted.")
+@click.option("--trusted-network", is_flag=True, help="Encrypt nothing between hosts.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def serve(
     workers: int,

@@ -74,7 +74,7 @@ class ServerAssignment:
     incarnation: int = 0  # how many of this rank there were before
     delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that its 1 stands for
     bind: str | None = None  # for the server: host:port for workers that were started elsewhere; port 0 is any
-    trusted: bool = False  # whether tensors may go unencrypted between hosts
+    trusted: bool = False  # whether nothing is encrypted between hosts
     replay: ReplayOrder | None = None  # for the server: make a recorded run again
     shard_fds: tuple[int, ...] = ()  # the same memory of the servers beside the first, if there are several
     shard: int = 0  # for a server: which of them it is

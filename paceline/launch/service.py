@@ -29,7 +29,7 @@ class ServerOptions:
     alone: bool = False  # start no workers: they will join from elsewhere
     respawn: bool = False  # start a new worker in the place of one that was killed
     bind: str | None = None  # the server's host:port for workers from elsewhere; port 0 is any
-    trusted: bool = False  # tensors may go unencrypted between hosts
+    trusted: bool = False  # nothing is encrypted between hosts
     join: str | None = None  # the address of a server elsewhere: start none here
     token: str | None = None  # by default a new one
     delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that 1 stands for

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from paceline.errors import CommError
+from paceline.errors import CommError, WireError
 from paceline.server.cancellation import StepCancelled
 from paceline.server.parts import ConnectionLost, OtherParts
 from paceline.store.gathering import Filled, fill_push, read_parameters
@@ -21,9 +21,8 @@ from paceline.store.in_place import Gradients, Parameters
 from paceline.store.layout import Arena, ModelLayouts
 from paceline.store.memory import Copied, SharedMemory, is_over
 from paceline.transport import messages as wire
-from paceline.transport.channel import Sealing
+from paceline.transport.calling import prove
 from paceline.transport.connections import Connection
-from paceline.transport.handshake import Opening
 from paceline.transport.pieces import Pieces
 from paceline.transport.wire import decode, encode
 
@@ -65,14 +64,14 @@ class Client:
         *,
         address: str,
         token: bytes,
-        sealing: Sealing,
+        sealed: bool,
         rank: int,
         incarnation: int,
         memory: int | None,
         shard_memories: Sequence[int] = (),
     ) -> None:
         self._model, self._layouts = model, ModelLayouts(model)
-        self._address, self._token, self._sealing = address, token, sealing
+        self._address, self._token, self._sealed = address, token, sealed
         self._memory_file, self._shard_memories = memory, shard_memories
         self._others: OtherParts | None = None  # of the parameters, with other servers
         self._connection: Connection | None = None
@@ -121,14 +120,17 @@ class Client:
             self._connection = connection = Connection.to(self._address, _TIME_TO_CONNECT)
         except OSError:
             raise _Lost from None
-        opening = Opening(self._token, self._sealing)
-        connection.send(opening.hello())
         deadline = time.monotonic() + _TIME_TO_ANSWER
-        while (answer := connection.receive()) is None:
+
+        def wait() -> None:
             if time.monotonic() > deadline:
                 raise _Lost
             self._watch_connection(connection)
-        connection.channel = opening.finish(answer.head)
+
+        try:
+            prove(connection, self._token, sealed=self._sealed, wait=wait)
+        except WireError as error:
+            raise WireError(f"joining the server at {self._address}: {error}") from None
         local = self._memory_file is not None
         model = tuple(wire.Described(*entry) for entry in ModelLayouts.describe(self._model))
         self._send(wire.Hello(self.rank, self.incarnation, os.getpid(), sockets.gethostname(), local, model))
@@ -160,7 +162,7 @@ class Client:
                 self._model,
                 welcome,
                 token=self._token,
-                sealing=self._sealing,
+                sealed=self._sealed,
                 memories=self._shard_memories if self._memory_file is not None else None,
                 reached_at=self._address,
             )

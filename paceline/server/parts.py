@@ -15,7 +15,6 @@ from paceline.store.memory import SharedMemory
 from paceline.store.partition import layouts_of, starts_of
 from paceline.transport import messages as wire
 from paceline.transport.calling import call
-from paceline.transport.channel import Sealing
 from paceline.transport.connections import Connection
 from paceline.transport.pieces import Pieces
 from paceline.transport.wire import decode, encode
@@ -55,7 +54,7 @@ class _SharedPart:
 class _DistantPart:
     """A part that travels over a line of its own."""
 
-    def __init__(self, layouts: ModelLayouts, address: str, *, token: bytes, sealing: Sealing, rank: int) -> None:
+    def __init__(self, layouts: ModelLayouts, address: str, *, token: bytes, sealed: bool, rank: int) -> None:
         self._layouts = layouts
         self._gradients, parameters = (
             Arena(layout, torch.zeros(layout.nbytes, dtype=torch.uint8)) for layout in (layouts.up, layouts.down)
@@ -64,7 +63,7 @@ class _DistantPart:
         self._into = Pieces(memory_of(parameters.memory))
         self._version = -1  # of the parameters that have come
         try:
-            self._connection: Connection = call(address, token, sealing, seconds=_TIME_TO_COME)
+            self._connection: Connection = call(address, token, sealed=sealed, seconds=_TIME_TO_COME)
         except CommError:
             raise ConnectionLost from None
         try:
@@ -121,7 +120,7 @@ class OtherParts:
         welcome: wire.Welcome,
         *,
         token: bytes,
-        sealing: Sealing,
+        sealed: bool,
         memories: Sequence[int] | None,
         reached_at: str,
     ) -> None:
@@ -136,7 +135,7 @@ class OtherParts:
                     self._parts.append(part)
                     continue
                 where = _at_the_same_host(address, reached_at)
-                self._parts.append(_DistantPart(layouts, where, token=token, sealing=sealing, rank=welcome.rank))
+                self._parts.append(_DistantPart(layouts, where, token=token, sealed=sealed, rank=welcome.rank))
         except BaseException:
             self.close()
             raise

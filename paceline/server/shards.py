@@ -98,7 +98,7 @@ class Shards:
         for number, (layouts, file, address) in enumerate(zip(self._layouts[1:], memories, addresses, strict=True), 1):
             memory = SharedMemory(file, down=layouts.down.nbytes, up=layouts.up.nbytes, slots=workers, create=True)
             try:
-                connection = call(address, token, "none", seconds=_TIME_TO_COME)
+                connection = call(address, token, sealed=False, seconds=_TIME_TO_COME)
             except CommError as error:
                 raise _gone(str(error)) from None
             self._others.append(_Other(number, connection, file, memory))

@@ -33,7 +33,7 @@ from paceline.sessions.nan_guard import OnNaN
 from paceline.sessions.session import Session, Step
 from paceline.sessions.timing import StepClock, Timing
 from paceline.train_state import TrainState
-from paceline.transport.listening import sealing_to
+from paceline.transport.listening import sealed_to
 from paceline.transport.messages import Finished, Go
 
 logger = logging.getLogger("paceline")
@@ -449,7 +449,7 @@ def join_as_worker(
         train_state.model,
         address=assignment.address,
         token=bytes.fromhex(assignment.token),
-        sealing=sealing_to(assignment.address, trusted=assignment.trusted),
+        sealed=sealed_to(assignment.address, trusted=assignment.trusted),
         rank=world.rank if world is not None else -1,
         incarnation=assignment.incarnation,
         memory=assignment.memory_fd,

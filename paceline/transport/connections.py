@@ -1,8 +1,9 @@
 """A line between a worker and the server: messages over a stream socket, of one host or between two.
 
-Each message is the lengths of its two frames, of which the second may be none, and the frames, which
-``paceline.transport.channel`` makes and opens. What has come in part is kept until the rest comes, and what the socket
-does not take waits. Tensors are sent from where they lie and received where they belong.
+Each message is the lengths of its head and of its tensors, of which there may be none, the head, zeros up to a multiple
+of 64 bytes if there are tensors, and the tensors. What has come in part is kept until the rest comes, and what the
+socket does not take waits. Tensors are sent from where they lie and received where they belong.
+``paceline.transport.streams`` encrypts all of it, or nothing.
 """
 
 from __future__ import annotations
@@ -14,60 +15,58 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from paceline.errors import WireError
-from paceline.transport.channel import MAX_FRAME, Channel, Received
-from paceline.transport.pieces import Pieces
+from paceline.transport.noise import Ciphers
+from paceline.transport.pieces import Pieces, without
 from paceline.transport.sockets import Silence, connect, is_tcp, prepare
+from paceline.transport.streams import PlainStream, SealedStream
+from paceline.transport.wire import MAX_HEAD
 
 MAX_FIRST = 512  # bytes of a message before the token is proved
-LENGTHS = struct.Struct("<II")
-NO_FRAME = 2**32 - 1
+LENGTHS = struct.Struct("<IQ")
+NO_TENSORS = 2**64 - 1
+ALIGNMENT = 64  # tensors begin at a multiple of it in the stream: unaligned copies are slower
 TIME_TO_TAKE = 60.0  # seconds that the other end may take nothing of what waits for it
 MOST_WAITING = 2**24  # bytes of messages without tensors that may wait
 _READ = 2**16
-_MOST_PARTS = 512  # of memory in one call
 _NOWHERE = memoryview(bytearray(_READ))  # what is refused goes there
 
 
-class Waiting:
-    """A message of which not all is sent."""
+class Received(NamedTuple):
+    """A message that has come; ``tensors`` is where those with it were put."""
 
-    def __init__(self, head: bytes, tensors: Pieces | None, *, overtaken_by_next: bool) -> None:
-        self.head, self.tensors, self.overtaken_by_next = head, tensors, overtaken_by_next
-        self.next = 0  # byte of the tensors
-        self.begun = False
+    head: bytes
+    tensors: Pieces | None
 
-    def keep(self) -> None:
-        """The tensors are about to change: copy those that are not sent."""
-        if self.tensors is not None:
-            self.tensors.keep(self.next)
 
-    def frames(self, channel: Channel | None) -> tuple[bytes, list[memoryview] | None, bool]:
-        """The next frames to send, and whether they are the last."""
-        if channel is None:
-            return self.head, None, True
+class _Waiting(NamedTuple):
+    """A message of which nothing is sent."""
+
+    head: bytes
+    tensors: Pieces | None
+    overtaken_by_next: bool
+
+    def copied(self) -> _Waiting:
+        return self if self.tensors is None else self._replace(tensors=self.tensors.copied())
+
+    def stretches(self) -> list[memoryview]:
         if self.tensors is None:
-            return *channel.message(self.head, 0, None), True
-        start, total = self.next, self.tensors.nbytes
-        self.next = min(start + channel.chunk, total)
-        chunk = self.tensors.between(start, self.next)
-        if self.begun:
-            frames = channel.message(b"", start, chunk)
-        else:
-            frames = channel.message(self.head, total, chunk)
-        self.begun = True
-        return *frames, self.next == total
+            return [memoryview(LENGTHS.pack(len(self.head), NO_TENSORS) + self.head)]
+        front = LENGTHS.pack(len(self.head), self.tensors.nbytes) + self.head
+        return [memoryview(front + bytes(-len(front) % ALIGNMENT)), *self.tensors.stretches]
 
 
 class Connection:
-    """One end of a connection. It has no ``channel`` until the handshake is done; its messages are one short frame."""
+    """One end of a connection. Until it is ``opened``, after the handshake, its messages are short, without tensors."""
 
     def __init__(self, connection: socket.socket) -> None:
         prepare(connection)
         self._socket = connection
         self.remote = is_tcp(connection)
-        self.channel: Channel | None = None
+        self._stream: PlainStream | SealedStream = PlainStream(connection)
+        self._opened = False
         self.ended = False
         self.silence = Silence(connection)
         self._poll = select.poll()
@@ -75,12 +74,12 @@ class Connection:
         # Of what comes: the bytes from start to stop are not understood yet.
         self._buffer = memoryview(bytearray(_READ))
         self._start = self._stop = 0
-        self._targets: list[memoryview] | None = None  # for the second frame, while it comes
-        self._refused = False  # ... which nobody wants
-        self.drained = False  # the last look found less than it had room for
+        self._targets: list[memoryview] | None = None  # for the rest of the tensors, while they come
+        self._message: Received | None = None  # the message that they belong to; None: nobody wants it
+        self._unwanted = 0  # bytes of it behind the targets
         # Of what goes: what the socket is to take next, and messages behind it.
-        self._going: list[bytes | memoryview] = []
-        self._queue: deque[Waiting] = deque()
+        self._going: list[memoryview] = []
+        self._queue: deque[_Waiting] = deque()
         self._waiting_bytes = 0  # of heads, since nothing last waited
         self._took_at = 0.0
         self._deaf = False  # the other end takes nothing any more
@@ -95,6 +94,15 @@ class Connection:
             connection.close()
             raise
 
+    def open(self, ciphers: Ciphers | None) -> None:
+        """The handshake is done: messages may be long from now on, and are encrypted if there are keys."""
+        self._opened = True
+        if self.waits:  # so little fits into an empty socket, unless the connection is broken
+            self.give_up()
+        if ciphers is not None:
+            self._stream = SealedStream(self._socket, ciphers, self._buffer[self._start : self._stop])
+            self._start = self._stop = 0
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -103,7 +111,7 @@ class Connection:
     @property
     def waits(self) -> bool:
         """Whether something is still to be sent."""
-        return bool(self._going or self._queue)
+        return bool(self._going or self._queue or self._stream.waits) and not (self._deaf or self.ended)
 
     def send(self, head: bytes, tensors: Pieces | None = None, *, overtakes: bool = False) -> None:
         """Send a message as far as the socket takes it; the rest waits for ``flush``.
@@ -113,10 +121,10 @@ class Connection:
         if self.ended or self._deaf:
             return
         if self._queue and overtakes:
-            self._queue = deque(message for message in self._queue if message.begun or not message.overtaken_by_next)
+            self._queue = deque(message for message in self._queue if not message.overtaken_by_next)
         if not self.waits:
             self._took_at = time.monotonic()
-        self._queue.append(Waiting(head, tensors, overtaken_by_next=overtakes))
+        self._queue.append(_Waiting(head, tensors, overtakes))
         self.flush()
         self._waiting_bytes = self._waiting_bytes + len(head) if self._queue else 0
         if self._waiting_bytes > MOST_WAITING:
@@ -125,10 +133,10 @@ class Connection:
     def flush(self) -> None:
         """Send as much of what waits as the socket takes."""
         while self.waits and not self.ended:
-            if not self._going:
-                self._go_on()
+            if not self._going and self._queue:
+                self._going = self._queue.popleft().stretches()
             try:
-                taken = self._socket.sendmsg(self._going[:_MOST_PARTS])
+                taken = self._stream.send(self._going)
             except BlockingIOError:
                 if self.stuck_for() > TIME_TO_TAKE:
                     self.give_up()
@@ -137,14 +145,7 @@ class Connection:
                 self._going, self._queue, self._deaf = [], deque(), True
                 return
             self._took_at = time.monotonic()
-            self._going = _without(self._going, taken)
-
-    def _go_on(self) -> None:
-        first, second, last = self._queue[0].frames(self.channel)
-        if last:
-            self._queue.popleft()
-        length = NO_FRAME if second is None else sum(map(len, second))
-        self._going = [LENGTHS.pack(len(first), length) + first, *(second or ())]
+            self._going = without(self._going, taken)
 
     def stuck_for(self) -> float:
         """For how many seconds the other end has taken nothing of what waits."""
@@ -152,10 +153,8 @@ class Connection:
 
     def keep_what_waits(self) -> None:
         """Tensors are about to change where they lie: keep copies of what is not sent."""
-        if self.waits:
-            self._going = [bytes(part) for part in self._going]
-            for message in self._queue:
-                message.keep()
+        self._going = Pieces(*self._going).copied().stretches
+        self._queue = deque(message.copied() for message in self._queue)
 
     def send_all(self, head: bytes, tensors: Pieces | None = None, *, vanished_after: float) -> None:
         """Send a message, waiting until the socket has taken all of it or the line has ended."""
@@ -174,7 +173,12 @@ class Connection:
     @property
     def has_more(self) -> bool:
         """Whether more has been read than the messages that were given."""
-        return self._start < self._stop
+        return self._start < self._stop or self._stream.has_more
+
+    @property
+    def drained(self) -> bool:
+        """Whether the last look found less than it had room for."""
+        return self._stream.drained
 
     def receive(self, into: Pieces | None = None) -> Received | None:
         """The next message, or None if it has not all come; ``into`` is where tensors go that begin now.
@@ -190,102 +194,84 @@ class Connection:
                     return message
                 continue
             if self._targets and self._start < self._stop:
-                self._fill()
+                self._fill(self._targets)
             elif self._targets != [] and not self._read():
                 return None
 
     def _begin(self, into: Pieces | None) -> Received | None:
-        """Take a first frame if it is there; a message that has no second is whole."""
+        """Take a head if it is there; a message that has no tensors is whole."""
         have = self._stop - self._start
         if have < LENGTHS.size:
             return None
-        first, second = LENGTHS.unpack_from(self._buffer, self._start)
-        longest = MAX_FRAME if self.channel is not None else MAX_FIRST
-        if first > longest or (second > longest and second != NO_FRAME):
+        length, tensors = LENGTHS.unpack_from(self._buffer, self._start)
+        longest = MAX_HEAD if self._opened else MAX_FIRST
+        if length > longest or (tensors != NO_TENSORS and not self._opened):
             self.give_up()
-            raise WireError(f"wanted frames of at most {longest} bytes, found {first} and {second} announced")
-        start = self._start + LENGTHS.size
-        if have < LENGTHS.size + first:
-            self._make_room(LENGTHS.size + first)
+            raise WireError(f"wanted a head of at most {longest} bytes, found {length} announced, or tensors too early")
+        stop = LENGTHS.size + length
+        padding = 0 if tensors == NO_TENSORS else -stop % ALIGNMENT
+        if have < stop + padding:
+            self._make_room(stop + padding)
             return None
-        frame = self._buffer[start : start + first]
-        self._start = start + first
-        if self.channel is None:
-            return self._first_message(frame, second)
-        try:
-            self._targets = self.channel.begin(frame, None if second == NO_FRAME else second, into)
-        except WireError:
-            if second != NO_FRAME:
-                self._refused = True
-                self._targets = [_NOWHERE] * (second // _READ) + [_NOWHERE[: second % _READ]] * (second % _READ > 0)
-            raise
-        return self._end() if second == NO_FRAME else None
-
-    def _first_message(self, frame: memoryview, second: int) -> Received:
-        if second != NO_FRAME:
-            self.give_up()
-            raise WireError("wanted a handshake of 1 frame, found 2")
-        return Received(bytes(frame), None)
+        head = bytes(self._buffer[self._start + LENGTHS.size : self._start + stop])
+        self._start += stop + padding
+        if tensors == NO_TENSORS:
+            return Received(head, None)
+        if into is None or into.nbytes != tensors:
+            self._message, self._targets, self._unwanted = None, [], tensors
+            wanted = "no tensors" if into is None else f"{into.nbytes} bytes of tensors"
+            raise WireError(f"wanted {wanted}, found {tensors} announced")
+        self._message, self._targets = Received(head, into), into.stretches
+        return None
 
     def _end(self) -> Received | None:
-        assert self.channel is not None
-        self._targets = None
-        if self._refused:
-            self._refused = False
+        """The targets are filled: give the message, unless nobody wants it."""
+        if self._unwanted:
+            size = min(self._unwanted, _READ)
+            self._unwanted -= size
+            self._targets = [_NOWHERE[:size]]
             return None
-        return self.channel.end()
+        self._targets = None
+        return self._message
 
-    def _fill(self) -> None:
+    def _fill(self, targets: list[memoryview]) -> None:
         """Put what has been read too far where it belongs."""
-        assert self._targets
-        target = self._targets[0]
-        size = min(len(target), self._stop - self._start)
-        target[:size] = self._buffer[self._start : self._start + size]
+        size = min(len(targets[0]), self._stop - self._start)
+        targets[0][:size] = self._buffer[self._start : self._start + size]
         self._start += size
-        self._targets = _without(self._targets, size)
+        self._targets = without(targets, size)
 
     def _read(self) -> bool:
         """Read what has come; False if nothing has."""
         if self.ended:
             return False
         try:
-            if self._targets:
-                count, room = self._read_targets(self._targets)
-            else:
-                count, room = self._read_more()
+            count = self._stream.receive(self._targets or [self._room()])
         except BlockingIOError:
             return False
+        except WireError:
+            self.give_up()
+            raise
         except OSError:
-            count = room = 0
+            count = 0
         if count == 0:
             self.give_up()
             return False
-        self.drained = count < room
+        if self._targets:
+            self._targets = without(self._targets, count)
+        else:
+            self._stop += count
         return True
 
-    def _read_targets(self, targets: list[memoryview]) -> tuple[int, int]:
-        if len(targets) == 1:
-            count, room = self._socket.recv_into(targets[0]), len(targets[0])
-        else:
-            count, room = self._socket.recvmsg_into(targets[:_MOST_PARTS])[0], sum(map(len, targets))
-        self._targets = _without(targets, count)
-        return count, room
-
-    def _read_more(self) -> tuple[int, int]:
+    def _room(self) -> memoryview:
+        """Where a head goes that is to come."""
         if self._start == self._stop:
             self._start = self._stop = 0
             if len(self._buffer) > _READ:
                 self._buffer = memoryview(bytearray(_READ))
         elif self._stop == len(self._buffer):
             self._make_room(self._stop - self._start + 1)
-        end = len(self._buffer)
-        if self.channel is not None and (first := self.channel.next_first) is not None:
-            end = min(
-                end, self._start + LENGTHS.size + first
-            )  # and not of the tensors, which are read into their own memory
-        count = self._socket.recv_into(self._buffer[self._stop : end])
-        self._stop += count
-        return count, end - self._stop + count
+        return self._buffer[self._stop :]
 
     def _make_room(self, size: int) -> None:
         """Have room for so many bytes from ``start`` on."""
@@ -337,12 +323,3 @@ class Connection:
                     return
         except OSError:
             return
-
-
-def _without(parts: list, count: int) -> list:  # type: ignore[type-arg]
-    """Parts of memory without the first so many bytes of them."""
-    for index, part in enumerate(parts):
-        if count < len(part):
-            return [memoryview(part)[count:] if count else part, *parts[index + 1 :]]
-        count -= len(part)
-    return []

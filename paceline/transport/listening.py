@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from paceline.errors import WireError
-from paceline.transport.channel import Sealing
 from paceline.transport.connections import TIME_TO_TAKE, Connection
-from paceline.transport.handshake import HandshakeRefused, answer
+from paceline.transport.handshake import Answer, HandshakeRefused
 from paceline.transport.messages import Alive, Go, Message, Parameters, Part, PushMessage
 from paceline.transport.pieces import Pieces
 from paceline.transport.sockets import address_of, host_of, is_tcp, listen
@@ -30,18 +29,14 @@ _MOST_AT_ONCE = 64  # messages of one line before others are heard
 _LAST_WORDS = 1.0  # seconds for what waits when the server ends
 
 
-def sealing_to(address: str, *, trusted: bool) -> Sealing:
-    """How messages travel to or from an address: what stays on this host needs no sealing."""
-    if not address.startswith("tcp://"):
-        return "none"
+def sealed_to(address: str, *, trusted: bool) -> bool:
+    """Whether messages to or from an address are encrypted: what stays on this host is not."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return _sealing_for(host, trusted)
+    return not trusted and address.startswith("tcp://") and not _is_this_host(host)
 
 
-def _sealing_for(host: str, trusted: bool) -> Sealing:
-    if host.removeprefix("::ffff:").startswith("127.") or host in ("::1", "localhost"):
-        return "none"
-    return "heads" if trusted else "all"
+def _is_this_host(host: str) -> bool:
+    return host.removeprefix("::ffff:").startswith("127.") or host in ("::1", "localhost")
 
 
 class Peer:
@@ -81,8 +76,8 @@ Heard: TypeAlias = Message | WireError | Ended
 class _Caller:
     """A line, and who is at its other end once that is known."""
 
-    def __init__(self, connection: Connection, sealing: Sealing) -> None:
-        self.connection, self.sealing = connection, sealing
+    def __init__(self, connection: Connection, answer: Answer, host: str) -> None:
+        self.connection, self.answer, self.host = connection, answer, host
         self.peer: Peer | None = None
         self.since = time.monotonic()
 
@@ -93,7 +88,7 @@ class Listener:
     def __init__(self, token: bytes, *, trusted: bool = False) -> None:
         self._token, self._trusted = token, trusted
         self._selector = selectors.DefaultSelector()
-        self._doors: dict[int, tuple[socket.socket, Sealing | None]] = {}  # by descriptor; all who come are sealed so?
+        self._doors: dict[int, tuple[socket.socket, bool | None]] = {}  # by descriptor; are all lines sealed?
         self._callers: dict[int, _Caller] = {}
         self._processes: dict[int, Peer] = {}  # descriptors of processes
         self._sending: dict[int, Connection] = {}  # of which something waits
@@ -101,14 +96,14 @@ class Listener:
         self._next_probe = 0.0
         self.strangers = 0  # first messages of those who do not know the token
 
-    def bind(self, address: str, *, sealing: Sealing | None = None) -> str:
+    def bind(self, address: str, *, sealed: bool | None = None) -> str:
         """Listen at an address, and give it with the port that was found if it had none.
 
-        ``ipc://@name`` is for processes of this host and user, ``tcp://...`` for all; there each peer gets the sealing
-        of the address it comes from, unless one is given for all.
+        ``ipc://@name`` is for processes of this host and user, ``tcp://...`` for all; there the address that a peer
+        comes from decides whether its messages are encrypted, unless it is given for all.
         """
         door = listen(address)
-        self._doors[door.fileno()] = door, sealing
+        self._doors[door.fileno()] = door, sealed
         self._selector.register(door, selectors.EVENT_READ)
         return address_of(door) if is_tcp(door) else address
 
@@ -218,7 +213,7 @@ class Listener:
             yield peer, Ended()
 
     def _meet(self, number: int, caller: _Caller) -> Peer | None:
-        """Take the first message of one who has no name yet, and answer it; None if it has still none."""
+        """Go on with the handshake of one who has no name yet; None if it has still none."""
         connection = caller.connection
         try:
             received = connection.receive()
@@ -226,19 +221,20 @@ class Listener:
                 if connection.ended:
                     self._hang_up(number)
                 return None
-            channel, reply = answer(received.head, self._token, caller.sealing)
+            if not caller.answer.given:
+                connection.send(caller.answer.reply(received.head))
+                return None
+            connection.open(caller.answer.finish(received.head))
         except WireError as error:
-            self._refuse_stranger(error)
+            self._refuse_stranger(error, caller.host)
             if isinstance(error, HandshakeRefused):
                 connection.send(error.reply)
             self._hang_up(number)
             return None
-        connection.send(reply)
-        connection.channel = channel
         caller.peer = Peer(connection, self)
         return caller.peer
 
-    def _open_door(self, door: socket.socket, sealing: Sealing | None) -> None:
+    def _open_door(self, door: socket.socket, sealed: bool | None) -> None:
         try:
             accepted, _ = door.accept()
         except OSError:  # gone again, or too many files open
@@ -250,14 +246,15 @@ class Listener:
         nameless = [number for number, caller in self._callers.items() if caller.peer is None]
         if len(nameless) >= _MOST_NAMELESS:
             self._hang_up(nameless[0])
-        if sealing is None:
-            sealing = _sealing_for(host_of(accepted), self._trusted) if is_tcp(accepted) else "none"
+        host = host_of(accepted)
+        if sealed is None:
+            sealed = is_tcp(accepted) and not self._trusted and not _is_this_host(host)
         try:
             connection = Connection(accepted)
         except OSError:
             accepted.close()
             return
-        self._callers[connection.fileno()] = _Caller(connection, sealing)
+        self._callers[connection.fileno()] = _Caller(connection, Answer(self._token, sealed=sealed), host)
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
 
     def _hang_up(self, number: int, linger: float = 0.0) -> None:
@@ -267,10 +264,11 @@ class Listener:
         self._unheard.discard(number)
         caller.connection.close(linger)
 
-    def _refuse_stranger(self, reason: object) -> None:
+    def _refuse_stranger(self, reason: object, host: str = "") -> None:
         self.strangers += 1
         if self.strangers.bit_count() == 1:  # the first, second, fourth, ...: nobody fills a disk with this
-            logger.warning("refused a stranger (%d so far): %s", self.strangers, reason)
+            whence = f" from {host}" if host else ""
+            logger.warning("refused a stranger%s (%d so far): %s", whence, self.strangers, reason)
 
     # Who is there ------------------------------------------------------------------------------------------------
 
@@ -285,7 +283,7 @@ class Listener:
                 continue
             if peer is None:
                 if now > caller.since + _TIME_TO_PROVE:
-                    self._refuse_stranger(f"it has not proved the token within {_TIME_TO_PROVE:.0f} s")
+                    self._refuse_stranger(f"it has not proved the token within {_TIME_TO_PROVE:.0f} s", caller.host)
                     self._hang_up(number)
                 continue
             if connection.silence.seconds(now) > _VANISHED_AFTER or connection.stuck_for() > TIME_TO_TAKE:

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import accumulate
-
 
 class Pieces:
     """Stretches of memory, of format "B", one behind the other.
 
     >>> pieces = Pieces(memoryview(b"gradi"), memoryview(b"ents"))
-    >>> pieces.nbytes, [bytes(part) for part in pieces.between(3, 7)]
-    (9, [b'di', b'en'])
+    >>> pieces.nbytes, len(pieces.stretches)
+    (9, 2)
     """
 
     def __init__(self, *stretches: memoryview) -> None:
-        self._stretches = [stretch for stretch in stretches if len(stretch)]
-        self._ends = list(accumulate(map(len, self._stretches)))
-        self.nbytes = self._ends[-1] if self._ends else 0
-        self._first = 0  # bytes before it are not kept any more
+        self.stretches = [stretch for stretch in stretches if len(stretch)]
+        self.nbytes = sum(map(len, self.stretches))
 
-    def between(self, start: int, stop: int) -> list[memoryview]:
-        """The parts that hold the bytes from ``start`` up to ``stop``."""
-        parts, start, stop = [], start - self._first, stop - self._first
-        index = bisect_right(self._ends, start)
-        while start < stop:
-            stretch, end = self._stretches[index], self._ends[index]
-            begin = end - len(stretch)
-            parts.append(stretch[start - begin : stop - begin])
-            start, index = end, index + 1
-        return parts
+    def copied(self) -> Pieces:
+        """The same bytes elsewhere: where they lie they are going to change."""
+        return Pieces(memoryview(b"".join(self.stretches)))
 
-    def keep(self, start: int) -> None:
-        """Copy the bytes from ``start`` on: where they lie they are going to change."""
-        rest = memoryview(b"".join(self.between(start, self.nbytes)))
-        self._first, self._stretches, self._ends = start, [rest], [len(rest)]
+
+def first(stretches: list[memoryview], count: int) -> list[memoryview]:
+    """The stretches of the first so many bytes, or of all if there are fewer."""
+    found: list[memoryview] = []
+    for stretch in stretches:
+        if count == 0:
+            break
+        found.append(stretch[:count])
+        count -= len(found[-1])
+    return found
+
+
+def joined(stretches: list[memoryview]) -> memoryview:
+    """The same bytes in one stretch: copied if they lie in several."""
+    return stretches[0] if len(stretches) == 1 else memoryview(b"".join(stretches))
+
+
+def without(stretches: list[memoryview], count: int) -> list[memoryview]:
+    """Stretches without the first so many bytes of them."""
+    for index, stretch in enumerate(stretches):
+        if count < len(stretch):
+            return [stretch[count:], *stretches[index + 1 :]]
+        count -= len(stretch)
+    return []
