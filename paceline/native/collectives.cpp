@@ -130,9 +130,10 @@ void Collectives::pipeline(size_t chunks, const Write& write, int source, const 
   }
 }
 
-// What a rank may stage for each of the others in one step.
+// What a rank may stage for each of the others in one step. With more ranks than cores every step costs a turn of the
+// scheduler for each of them, so that few large steps are better than many that stay in the cache.
 size_t Collectives::piece_at_once() const {
-  return std::max(line, std::min(slot_bytes, moved_at_once) / size_t(size_) / line * line);
+  return std::max(line, (segment_.spins ? moved_at_once : slot_bytes) / size_t(size_) / line * line);
 }
 
 // Moving -----------------------------------------------------------------------------------------------------------
