@@ -15,6 +15,7 @@ import torch
 from live import DEADLINE, TOKEN, Cluster, Weights
 from torch import Tensor, nn
 
+from paceline.policies.server import ServerPolicy
 from paceline.store.layout import ModelLayouts, memory_of
 from paceline.transport.calling import prove
 from paceline.transport.connections import Connection, Received
@@ -138,7 +139,7 @@ class Hand:
 
 
 @contextlib.contextmanager
-def cluster_of_hands(policy: str, hands: int, **options: Any) -> Iterator[tuple[Cluster, list[Hand]]]:
+def cluster_of_hands(policy: str | ServerPolicy, hands: int, **options: Any) -> Iterator[tuple[Cluster, list[Hand]]]:
     """A server with so many workers led by hand, who all have joined and asked for nothing yet."""
     with Cluster(policy, workers=hands, **options) as cluster:
         yield cluster, [Hand(cluster, rank) for rank in range(hands)]

@@ -97,7 +97,7 @@ class Cluster:
 
     def __init__(
         self,
-        policy: str,
+        policy: str | ServerPolicy,
         train_state: TrainState | None = None,
         *,
         workers: int = 2,

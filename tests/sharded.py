@@ -13,6 +13,7 @@ import torch
 from live import DEADLINE, TOKEN, Cluster
 from torch import nn
 
+from paceline.policies.server import ServerPolicy
 from paceline.server.client import Client
 from paceline.server.live import LiveServer
 from paceline.server.shard_server import ShardServer
@@ -62,7 +63,7 @@ class ShardedCluster(Cluster):
 
     def __init__(
         self,
-        policy: str,
+        policy: str | ServerPolicy,
         make: Callable[[], TrainState],
         *,
         servers: int,
@@ -88,7 +89,7 @@ class ShardedCluster(Cluster):
                 token=TOKEN,
                 workers=options["workers"],
                 version=options["version"],
-                adds_up=True,
+                adds_up=self.policy.adds_up,
             )
         return super().make_server(**options, shards=self.shards)
 

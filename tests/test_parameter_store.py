@@ -31,19 +31,19 @@ class Model(nn.Module):
         super().__init__()
         self.one = nn.Parameter(torch.zeros(3, dtype=dtype))
         self.other = nn.Parameter(torch.zeros(3, dtype=dtype))
-        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("mean", torch.zeros(2, dtype=dtype))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
 
 class Stored:
     """A store whose optimizer subtracts the gradient, and pushes that are all one number."""
 
-    def __init__(self, *, adds_up: bool, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, *, adds_up: bool, dtype: torch.dtype = torch.float32, momentum: float = 0.0) -> None:
         self.model = Model(dtype)
         self.layouts = ModelLayouts(self.model)
         memory = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)
         adopt(self.layouts, memory)
-        state = TrainState(model=self.model, optimizers=[SGD(self.model.parameters(), lr=1.0)])
+        state = TrainState(model=self.model, optimizers=[SGD(self.model.parameters(), lr=1.0, momentum=momentum)])
         self.store = ParameterStore(state, self.layouts, memory, adds_up=adds_up)
         self.slot = Arena(self.layouts.up, torch.zeros(self.layouts.up.nbytes, dtype=torch.uint8))
 
@@ -134,6 +134,55 @@ def test_pushes_without_examples_change_nothing(adds_up: bool) -> None:
     assert stored.model.one.tolist() == [0.0] * 3 and stored.model.mean.tolist() == [0.0] * 2
 
 
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_pushes_without_examples_move_no_momentum(adds_up: bool) -> None:
+    stored = Stored(adds_up=adds_up, momentum=0.5)
+    stored.push(0, 1.0)
+    stored.store.commit()
+    stored.push(1, 1.0, examples=0)
+    stored.store.commit()
+    assert stored.model.one.tolist() == [-1.0] * 3
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_a_push_without_examples_counts_for_nothing_beside_others(adds_up: bool) -> None:
+    stored = Stored(adds_up=adds_up)
+    stored.push(0, 1.0, used=b"\1")
+    stored.push(1, 7.0, examples=0)
+    stored.store.combine()
+    assert stored.model.one.grad is not None and stored.model.other.grad is None
+    assert stored.model.mean.tolist() == [1.0] * 2 and int(stored.model.count) == 0
+
+
+@given(
+    weights=st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+)
+def test_buffers_stay_between_those_pushed_whatever_the_weights(weights: list[float], dtype: torch.dtype) -> None:
+    """A variance that weights below 0 make negative is a NaN in the next step."""
+    stored = Stored(adds_up=False, dtype=dtype)
+    keys = [stored.push(worker, 100.0 + worker) for worker in range(len(weights))]
+    stored.store.combine([*map(Share, keys, weights)])
+    counted = [100.0 + worker for worker, weight in enumerate(weights) if weight] or [0.0]
+    for number in stored.model.mean.tolist():
+        assert min(counted) * 0.99 <= number <= max(counted) * 1.01
+
+
+def test_a_mask_of_infinities_stays_one_under_weights_below_0() -> None:
+    stored = Stored(adds_up=False)
+    keys = [stored.push(worker, -math.inf) for worker in range(2)]
+    stored.store.combine([Share(keys[0], 1.0), Share(keys[1], -0.5)])
+    assert stored.model.mean.tolist() == [-math.inf] * 2
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(weight: float) -> None:
+    stored = Stored(adds_up=False)
+    key = stored.push(0, 1.0)
+    with pytest.raises(AssertionError, match="weights that are finite"):
+        stored.store.commit([Share(key, weight)])
+
+
 def test_buffers_are_a_mean_whatever_the_weights_add_up_to() -> None:
     stored = Stored(adds_up=False)
     keys = [stored.push(0, 1.0), stored.push(1, 3.0)]
@@ -147,6 +196,13 @@ def test_a_policy_whose_commits_add_up_may_leave_nothing_out() -> None:
     keys = [stored.push(0, 1.0), stored.push(1, 3.0)]
     with pytest.raises(AssertionError, match="mean of all pushes taken"):
         stored.store.commit([Share(keys[0], 1.0)])
+
+
+def test_a_policy_whose_commits_add_up_weighs_by_examples() -> None:
+    stored = Stored(adds_up=True)
+    keys = [stored.push(0, 1.0), stored.push(1, 3.0)]
+    with pytest.raises(AssertionError, match="mean of all pushes taken"):
+        stored.store.commit([Share(keys[0], 0.9), Share(keys[1], 0.1)])
 
 
 @pytest.mark.parametrize("adds_up", [True, False])

@@ -6,6 +6,7 @@ import pytest
 
 from paceline.record.trace import (
     Began,
+    Chose,
     Committed,
     Ended,
     Given,
@@ -91,3 +92,24 @@ def test_pushes_that_were_not_committed_are_lost_when_a_server_begins_again() ->
 def test_a_trace_that_cannot_be_true(records: list[Record], wanted: str) -> None:
     with pytest.raises(TraceError, match=wanted):
         read_plan(records)
+
+
+def test_pushes_are_computed_in_the_order_in_which_they_came() -> None:
+    """A step that goes on with its worker's own buffers needs those of the step before it, which is committed later."""
+    plan = read_plan(
+        [
+            Began(0),
+            given(0, 0, 0),
+            pushed(0, 0),
+            given(0, 1, 1, fresh=False),
+            pushed(0, 1),
+            Chose(0, 1, 1.0),
+            committed(1, 1),
+            given(0, 2, 2, 1),
+            pushed(0, 2, 1),
+            Chose(0, 2, 1.0),
+            committed(2, 1),
+        ]
+    )
+    assert [[push.told.step for push in commit.pushes] for commit in plan.commits] == [[1], [2]]
+    assert [push.told.step for push in plan.computed_from()[0]] == [0, 1], "though the first is in no commit"

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter
-from typing import Literal, NamedTuple, TypeAlias
-
-PushKind = Literal["gradient", "delta", "parameters"]
+from typing import NamedTuple, TypeAlias
 
 
 class Push(NamedTuple):
@@ -19,7 +17,6 @@ class Push(NamedTuple):
     version: int  # of the parameters that it was computed on
     examples: int = 1
     loss: float | None = None  # None: not known
-    kind: PushKind = "gradient"
 
 
 WORKER, STEP, VERSION, EXAMPLES = map(attrgetter, ("worker", "step", "version", "examples"))
@@ -27,7 +24,7 @@ WORKER, STEP, VERSION, EXAMPLES = map(attrgetter, ("worker", "step", "version", 
 
 def pushes_of(workers: Sequence[int], step: int, version: int, examples: int) -> list[Push]:
     """Make the pushes of workers that have ended the same step; a quarter of the time of calling ``Push`` for each."""
-    shared = (0, step, version, examples, None, "gradient")
+    shared = (0, step, version, examples, None)
     return list(map(tuple.__new__, repeat(Push), zip(workers, *map(repeat, shared), strict=False)))
 
 

@@ -33,7 +33,7 @@ class RecordedBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedPush:
-    """A push that was committed, and all that its gradients depend on beside the parameters of its version."""
+    """A push that was taken, and all that its gradients depend on beside the parameters of its version."""
 
     told: Pushed
     batches: tuple[RecordedBatch, ...]
@@ -55,6 +55,7 @@ class Plan:
     """What a replay does: its commits in order, and what there is to compare with."""
 
     first: int = 0  # the version that the trace begins with
+    pushes: list[RecordedPush] = field(default_factory=list)  # all that were taken, in the order in which they came
     commits: list[RecordedCommit] = field(default_factory=list)
     hashes: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))  # by version
     data: list[Described] = field(default_factory=list)
@@ -66,11 +67,13 @@ class Plan:
         return self.first + len(self.commits)
 
     def computed_from(self) -> dict[int, list[RecordedPush]]:
-        """The pushes by the version that they were computed from, in the order in which they came."""
+        """The pushes by the version that they were computed from, in the order in which they came.
+
+        One that was never committed is there too: its worker may have gone on with the buffers that it left.
+        """
         found: dict[int, list[RecordedPush]] = defaultdict(list)
-        for commit in self.commits:
-            for push in commit.pushes:
-                found[push.told.version].append(push)
+        for push in self.pushes:
+            found[push.told.version].append(push)
         return found
 
 
@@ -146,7 +149,9 @@ class _Reading:
         if not self.plan.first <= version <= self.plan.last or not (given.fresh or self.versions.get(rank) == version):
             raise TraceError(f"worker {rank} pushed step {step} on version {version}, which it cannot have had")
         self.versions[rank] = version
-        self.taken[rank, step] = RecordedPush(record, tuple(self.batches[rank]), given.fresh)
+        push = RecordedPush(record, tuple(self.batches[rank]), given.fresh)
+        self.taken[rank, step] = push
+        self.plan.pushes.append(push)
 
     def _commit(self, record: Committed) -> None:
         keys = [*(self.chosen or self.taken)]

@@ -80,7 +80,7 @@ class LiveServer:
     """Serve ``train_state`` under ``policy`` to ``workers`` workers, of whom those of this host share ``memory``.
 
     When those who have joined have left, it waits ``patience`` seconds for the others, unless they are said to be gone.
-    ``found`` is what a server that was killed has left in that memory, as ``vault.read_note`` reads it: go on from it.
+    ``found`` is what a server that was killed has left in that memory, as ``read_note`` reads it: go on from it.
     ``shards`` are other servers, which hold the rest of the parameters and which this one orders about.
     """
 
@@ -346,6 +346,9 @@ class LiveServer:
         if any(isinstance(action, decided.Drop) for action in actions):
             self._trace(traced.Late(member.rank, message.step, message.version))
             member.figures.dropped += 1
+            if message.step == member.step:
+                self._queue.give_back(member.rank)
+            self._do(actions)
             return
         self._queue.push(member.rank, message.step)
         member.figures.pushes += 1
@@ -486,7 +489,8 @@ class LiveServer:
         for (rank, step), weight in () if self._policy.adds_up else shares:
             self._trace(traced.Chose(rank, step, weight))
         self._trace(traced.Committed(self._memory.version, len(commit.pushes), self._now()))
-        self._double_buffer.after_update(self._memory.version, self._note())
+        waiting = len(self._arrived) - len(shares)
+        self._double_buffer.after_update(self._memory.version, self._note(), waiting)
         self._memory.wrote()  # not if it has failed: then nobody may read what there is
         self._tell(commit, rate, time.monotonic() - began)
 

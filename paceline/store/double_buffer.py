@@ -7,8 +7,9 @@ the spare has the version before; when it is done, everything else that has chan
 used) is noted, the word says so, and only then are workers told. The spare is brought up to the work before the next
 update, at best while nobody waits. So at any instant one of the two is whole, and the word says which.
 
-Where several servers hold the parameters, each has a vault for its part. An update counts once the first server has it
-whole, which it has last; until another one hears of that, its spare has to have the version before, to go back to.
+Where several servers hold the parameters, each has a double buffer for its part. An update counts once the first
+server has it whole, which it has last; until another one hears of that, its spare has to have the version before, to go
+back to.
 """
 
 from __future__ import annotations
@@ -119,8 +120,11 @@ class DoubleBuffer:
             self.catch_up()
             self._set(_STAND, self._word(_STAND) + 1)
 
-    def after_update(self, version: int, note: Mapping[str, Any]) -> None:
-        """The update is done and is version ``version``: once this returns, workers may be told."""
+    def after_update(self, version: int, note: Mapping[str, Any], waiting: int = 0) -> None:
+        """The update is done and is version ``version``: once this returns, workers may be told.
+
+        So many pushes go on ``waiting`` for another.
+        """
         if not self._keeps:
             return
         try:
@@ -130,7 +134,7 @@ class DoubleBuffer:
             self._give_up(error)
             return
         self._behind = True
-        self._set(_TAKEN, 0)
+        self.taken(waiting)
 
     def note_again(self, version: int, note: Mapping[str, Any]) -> None:
         """Something else is about to be told than a commit, which a successor has to know."""

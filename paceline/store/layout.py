@@ -55,10 +55,12 @@ class Layout:
 class Arena:
     """Memory of bytes with a layout: ``views`` are its tensors, ``flat`` the vectors of each dtype.
 
-    ``padded`` are vectors of the tensors, each with the gap behind it.
+    ``padded`` are vectors of the tensors, each with the gap behind it. Without ``memory`` it is new, and all zeros.
     """
 
-    def __init__(self, layout: Layout, memory: Tensor) -> None:
+    def __init__(self, layout: Layout, memory: Tensor | None = None) -> None:
+        if memory is None:
+            memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self.memory = memory
         self.views = layout.views(memory)
         self.padded = layout.padded(memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from paceline.aggregators import Aggregator, Mean
 from paceline.store.gathering import publish
 from paceline.store.layout import Arena, ModelLayouts
-from paceline.store.pending import KeptPushes, PushKey, RunningMean, Share, is_continuous
+from paceline.store.pending import KeptPushes, PushKey, RunningMean, Share
 from paceline.store.shard_state import clip
 from paceline.train_state import TrainState
 
@@ -42,7 +41,7 @@ class ParameterStore:
         if self._adds_up and self._aggregator.adds_up:
             self._pending = RunningMean(self._layouts.up)
         else:
-            self._pending = KeptPushes(self._layouts.up, self._aggregator)
+            self._pending = KeptPushes(self._layouts.up, len(self._layouts.trained), self._aggregator)
 
     def take(self, key: PushKey, push: Arena, *, examples: int, used: bytes, alone: bool = False) -> None:
         """Take a push; its memory may change afterwards, unless it is ``alone`` in the commit that follows at once."""
@@ -59,11 +58,9 @@ class ParameterStore:
         views, trained = combined.arena.views, self._layouts.trained
         for index, (parameter, gradient) in enumerate(zip(trained, views, strict=False)):
             parameter.grad = gradient.to(parameter.device) if combined.used >> index & 1 else None
-        if combined.weight == 0:
-            return
-        is_mean = math.isclose(combined.weight, 1.0, rel_tol=1e-9)
-        for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=True):
-            buffer.copy_(pushed if is_mean or not is_continuous(pushed) else pushed / combined.weight)
+        if combined.counts:
+            for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=True):
+                buffer.copy_(pushed)
 
     def update(self, *, norm: float | None = None) -> None:
         """End the commit: the optimizer steps, and the parameters are where they are read.

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from paceline.aggregators import Aggregator
@@ -34,7 +33,7 @@ class Combined(NamedTuple):
 
     arena: Arena
     used: int  # bits of the parameters that any of them has a gradient for
-    weight: float  # the sum of their weights; 1 for a mean
+    counts: bool  # False: none of them has a weight, so that there are no buffers to take
 
 
 class RunningMean:
@@ -50,7 +49,7 @@ class RunningMean:
         self._unit = 1  # the examples of the first push
         self._weight = 0.0  # of all pushes, in this unit
         self._used = 0
-        self._taken: list[PushKey] = []
+        self._taken: list[tuple[PushKey, int]] = []  # with their examples
         self._alone: tuple[Arena, int] | None = None
 
     def take(self, key: PushKey, push: Arena, examples: int, used: int, *, alone: bool) -> None:
@@ -59,43 +58,47 @@ class RunningMean:
             self._alone = push, used
         else:
             self._add(push, examples, used)
-        self._taken.append(key)
+        self._taken.append((key, examples))
 
     def _add(self, push: Arena, examples: int, used: int) -> None:
         if self._sum is None:
-            self._sum = Arena(self._layout, torch.zeros_like(push.memory))
+            self._sum = Arena(self._layout)
             self._totals = [flat.float() if flat.dtype in HALVES else flat for flat in self._sum.flat]
         first = not self._taken
         if first:
             self._unit = max(1, examples)
         weight = examples / self._unit
         for total, part in zip(self._totals, push.flat, strict=True):
-            if not is_continuous(total):
-                total.copy_(part)  # a count of batches seen: the last one's
-            elif first:
-                total.copy_(part) if weight else total.zero_()
+            if first and not weight:
+                total.zero_()
+            elif weight and (first or not is_continuous(total)):
+                total.copy_(part)  # a count of batches seen is the last one's
             elif weight:
                 total.add_(part, alpha=weight)
         self._weight += weight
-        self._used |= used
+        self._used |= used if weight else 0
 
     def combine(self, shares: Sequence[Share] | None) -> Combined:
-        """Give the mean; shares, if they are named, must be of all pushes taken."""
-        assert shares is None or [share.push for share in shares] == self._taken, (
-            f"the policy says that a commit is the mean of all pushes taken, {self._taken}, and names {shares}"
+        """Give the mean; shares, if they are named, must be those of it."""
+        assert shares is None or [*shares] == self._shares(), (
+            f"the policy says that a commit is the mean of all pushes taken, {self._shares()}, and names {shares}"
         )
         try:
             if self._alone is not None:
-                return Combined(*self._alone, 1.0)
+                return Combined(*self._alone, counts=True)
             assert self._sum is not None
             for total, mean in zip(self._totals, self._sum.flat, strict=True):
                 if self._weight and is_continuous(total):
                     total.div_(self._weight)
                 if total is not mean:
                     mean.copy_(total)
-            return Combined(self._sum, self._used, 1.0 if self._weight else 0.0)
+            return Combined(self._sum, self._used, counts=self._weight > 0)
         finally:
             self._weight, self._used, self._taken, self._alone = 0.0, 0, [], None
+
+    def _shares(self) -> list[Share]:
+        keys, examples = zip(*self._taken, strict=True)
+        return [*map(Share, keys, mean_weights(examples))]
 
 
 class _Kept(NamedTuple):
@@ -106,10 +109,13 @@ class _Kept(NamedTuple):
 
 
 class KeptPushes:
-    """All pushes that wait, each for itself: a commit may name any of them, with any weights."""
+    """All pushes that wait, each for itself: a commit may name any of them, with any weights.
 
-    def __init__(self, layout: Layout, aggregator: Aggregator) -> None:
-        self._layout, self._aggregator = layout, aggregator
+    The first ``num_trained`` tensors of the layout are gradients, the others buffers.
+    """
+
+    def __init__(self, layout: Layout, num_trained: int, aggregator: Aggregator) -> None:
+        self._layout, self._num_trained, self._aggregator = layout, num_trained, aggregator
         self._kept: dict[PushKey, _Kept] = {}
         self._free: list[Arena] = []
         self._result: Arena | None = None
@@ -119,7 +125,7 @@ class KeptPushes:
         if alone:
             self._kept[key] = _Kept(push, examples, used, own=False)
             return
-        arena = self._free.pop() if self._free else self._new_arena()
+        arena = self._free.pop() if self._free else Arena(self._layout)
         arena.memory.copy_(push.memory)
         self._kept[key] = _Kept(arena, examples, used, own=True)
 
@@ -128,21 +134,34 @@ class KeptPushes:
         if shares is None:
             examples = [each.examples for each in self._kept.values()]
             shares = [*map(Share, self._kept, mean_weights(examples))]
-        kept = [self._kept.pop(share.push) for share in shares]
         weights = [share.weight for share in shares]
+        assert all(map(math.isfinite, weights)), f"wanted weights that are finite, and the policy names {shares}"
+        kept = [self._kept.pop(share.push) for share in shares]
         if self._result is None:
-            self._result = self._new_arena()
+            self._result = Arena(self._layout)
         for result, *parts in zip(self._result.flat, *(each.arena.flat for each in kept), strict=True):
-            # Whole numbers, such as a count of batches seen, are the last push's.
-            result.copy_(self._aggregator.combine(parts, weights) if is_continuous(result) else parts[-1])
+            if is_continuous(result):
+                result.copy_(self._aggregator.combine(parts, weights))
+        counting = [(each, weight) for each, weight in zip(kept, weights, strict=True) if weight]
+        if counting:
+            self._combine_buffers(self._result, counting)
         self._free += [each.arena for each in kept if each.own]
         used = 0
-        for each, weight in zip(kept, weights, strict=True):
-            used |= each.used if weight else 0
-        return Combined(self._result, used, math.fsum(weights))
+        for each, _ in counting:
+            used |= each.used
+        return Combined(self._result, used, counts=bool(counting))
 
-    def _new_arena(self) -> Arena:
-        return Arena(self._layout, torch.zeros(self._layout.nbytes, dtype=torch.uint8))
+    def _combine_buffers(self, result: Arena, counting: Sequence[tuple[_Kept, float]]) -> None:
+        """Have the mean of the buffers by the sizes of the weights: it lies between them, as a variance has to."""
+        sizes = [abs(weight) for _, weight in counting]
+        total = math.fsum(sizes)
+        is_there = all(weight > 0 for _, weight in counting) and math.isclose(total, 1.0, rel_tol=1e-9)
+        for index in range(self._num_trained, len(result.padded)):
+            buffer, parts = result.padded[index], [each.arena.padded[index] for each, _ in counting]
+            if not is_continuous(buffer):
+                buffer.copy_(parts[-1])  # a count of batches seen is the last one's
+            elif not is_there:
+                buffer.copy_(self._aggregator.combine(parts, [size / total for size in sizes]))
 
 
 def is_continuous(tensor: Tensor) -> bool:

@@ -1,0 +1,330 @@
+"""One commit means the same everywhere: whatever a policy answers, all who drive it come to the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from listed import Listed, Turn
+from live import TOKEN
+from same_bits import assert_same
+from sharded import ShardedCluster
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from paceline.data.numbered import NumberedBatches
+from paceline.data.sampler import ShardedSampler
+from paceline.delays.delay import Changed, Constant, Factors
+from paceline.delays.distributions import Times, Workers
+from paceline.optim import make_optimizer
+from paceline.policies import POLICIES, ServerPolicy, parse_policy
+from paceline.problems import Metric, Problem, Recipe
+from paceline.record.trace import Trace, TraceWriter
+from paceline.replay.plan import read_plan
+from paceline.replay.serving import ReplayServer
+from paceline.server.client import Client
+from paceline.train_state import TrainState
+from paceline.training.replay_problem import ProblemReplay
+from paceline.training.train import TrainConfig, make_model
+from paceline.transport.listening import Listener
+from paceline.transport.messages import Go
+from paceline.virtual.cluster import Cluster
+from paceline.virtual.training import GradientWork
+
+SAMPLES, BATCH, EPOCHS, SEED, WORKERS = 22, 4, 2, 3, 3
+PUSHES = EPOCHS * -(-SAMPLES // BATCH)
+ENDLESS = 1000  # epochs
+CONFIG = TrainConfig(
+    policy="async", optimizer="sgd(lr=0.02, momentum=0.9)", batch_size=BATCH, epochs=EPOCHS, device="cpu", seed=SEED
+)
+
+
+class Net(nn.Module):
+    """With a layer that only some batches use, and perhaps with buffers."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.first, self.rare, self.last = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        self.norm = nn.BatchNorm1d(5) if norm else nn.Identity()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.norm(self.first(inputs)))
+        if float(inputs.sum()) > 0:
+            hidden = torch.tanh(self.rare(hidden))
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+def make_problem(*, norm: bool) -> Problem:
+    dice = torch.Generator().manual_seed(0)
+    inputs = torch.randn(SAMPLES, 3, generator=dice)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+    mse = nn.functional.mse_loss
+    return Problem(
+        name="law",
+        make_model=lambda: Net(norm=norm),
+        train=data,
+        test=data,
+        loss=mse,
+        metric=Metric(name="loss", measure=mse, higher_is_better=False),
+        recipe=Recipe(batch_size=BATCH),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is run by all: a policy, what it trains, and for how long."""
+
+    policy: ServerPolicy
+    problem: Problem
+    times: Sequence[int]  # of steps, in the order in which they begin; from the first again when all are over
+    ends: bool  # with the data, or after as many pushes as that has batches
+    clip_norm: float | None = None
+
+    @property
+    def epochs(self) -> int:
+        return EPOCHS if self.ends else ENDLESS
+
+    def train_state(self) -> TrainState:
+        model = make_model(CONFIG, self.problem)
+        made = make_optimizer(CONFIG.optimizer or "", model.parameters())
+        return TrainState(model=model, optimizers=[made], clip_norm=self.clip_norm)
+
+
+class Outcome(NamedTuple):
+    """What a run came to."""
+
+    state: dict[str, Any]
+    commits: int
+
+
+def outcome_of(train_state: TrainState, commits: int) -> Outcome:
+    state = copy.deepcopy(train_state.state_dict())
+    for optimizer in state["optimizers"]:
+        optimizer["state"] = dict(sorted(optimizer["state"].items()))  # and not by their first use
+    return Outcome(state, commits)
+
+
+# On the virtual cluster ----------------------------------------------------------------------------------------------
+
+
+class Noting(GradientWork):
+    """Notes who ended a step, in order, and when there have been enough."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(
+            case.problem,
+            WORKERS,
+            optimizer=CONFIG.optimizer,
+            batch_size=BATCH,
+            times=(),
+            adds_up=case.policy.adds_up,
+            seed=SEED,
+        )
+        self.ended: list[int] = []
+        self.enough: list[int] = []
+
+    def end(self, worker: int, step: int) -> tuple[float, int]:
+        self.ended.append(worker)
+        self.enough += [1] * (len(self.ended) == PUSHES)
+        return super().end(worker, step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing(Changed):
+    """Times as they are listed; forever for a step whose batch there is not, if the data ends."""
+
+    base: Constant = field(default_factory=lambda: Constant(value=1.0))
+    changes: tuple[Factors, ...] = (Factors(values=(1.0,)),)
+    case: Case
+    work: Noting
+    drawn: list[int] = field(default_factory=list)
+
+    def sample(self, generator: np.random.Generator, workers: Workers, at: float | Times = 0.0) -> Times:
+        return np.array([self.draw(worker) for worker in workers.tolist()])
+
+    def draw(self, worker: int) -> float:
+        self.drawn.append(worker)
+        if self.case.ends and self.work._batches[worker] >= PUSHES:
+            return math.inf
+        return float(self.case.times[len(self.drawn) % len(self.case.times)])
+
+    def fails_at(self, worker: int) -> float:
+        return math.inf if not self.case.ends else 0.0
+
+
+def on_virtual_cluster(case: Case) -> tuple[Outcome, list[int]]:
+    """Run on the virtual clock; also give the order in which workers ended their steps."""
+    work = Noting(case)
+    cluster = Cluster(case.policy, WORKERS, Listing(case=case, work=work), work=work, notice=1e9, seed=SEED)
+    cluster.run(stop=work.enough, commits=10**9)
+    if case.ends:
+        cluster._carry_out(case.policy.ended(cluster.state, cluster.now), cluster.now)
+    return outcome_of(work._store._train_state, cluster.version), work.ended
+
+
+# On live servers -----------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A worker that computes a step when it is told to."""
+
+    def __init__(self, case: Case, rank: int, address: str) -> None:
+        self._case, self._model = case, make_model(CONFIG, case.problem)
+        self._batches = NumberedBatches(case.problem.train, ShardedSampler(SAMPLES, BATCH, seed=SEED))
+        self.client = Client(
+            self._model, address=address, token=TOKEN, sealing="none", rank=rank, incarnation=0, memory=None
+        )
+        self.step: Go | None = None
+        self.client.describe(SAMPLES, BATCH, "short", True, 0)
+        self.client.ask(case.epochs)
+
+    def settle(self) -> None:
+        """Wait until the server has heard all that was said, and begin the last step that has come."""
+        self.client.save("there")
+        while self.client.cancelled():
+            self.begin()
+
+    def begin(self) -> None:
+        """Wait for a step, or for word that there is none."""
+        answer = self.client.next_step(self._case.epochs)
+        self.step = answer if isinstance(answer, Go) else None
+
+    def begin_in_time(self) -> None:
+        """Wait for a step that is not cancelled."""
+        while self.step is None or self.client.cancelled():
+            self.begin()
+
+    def push(self) -> None:
+        assert self.step is not None
+        (inputs, targets), count = self._batches.fetch(self.step.epoch, self.step.batch)
+        self._model.zero_grad()
+        loss = self._case.problem.loss(self._model(inputs), targets)
+        torch.autograd.backward(loss)
+        self.step = None
+        self.client.push(examples=count, loss=float(loss.detach()), seconds=0.0)
+
+
+def on_live_server(case: Case, order: Sequence[int], servers: int, trace: Path) -> tuple[Outcome, list[bool]]:
+    """Lead workers by hand, in the order in which those of the virtual cluster have ended.
+
+    Also give whether each has a step that it has not pushed.
+    """
+    writer = TraceWriter(trace, {"world_size": WORKERS, "seed": SEED})
+    cluster = ShardedCluster(case.policy, case.train_state, servers=servers, workers=WORKERS, trace=writer, seed=SEED)
+    with cluster, contextlib.closing(writer):
+        workers = [Worker(case, rank, cluster.address) for rank in range(WORKERS)]
+        for worker in workers:
+            worker.settle()
+        for rank in order:
+            workers[rank].push()
+            workers[rank].settle()
+            for worker in workers:
+                worker.settle()
+        cluster.collect()
+        outcome = outcome_of(cluster.train_state, len(cluster.host.commits))
+        for worker in workers:
+            worker.client.leave(failed=False)
+        cluster.wait_for_end()
+    return outcome, [worker.step is not None for worker in workers]
+
+
+# Again from the trace ------------------------------------------------------------------------------------------------
+
+
+def replayed_as_problem(case: Case, trace: Path) -> Outcome:
+    plan = read_plan(Trace(trace))
+    replay = ProblemReplay(CONFIG, case.problem, plan, seed=SEED, workers=WORKERS)
+    object.__setattr__(replay.train_state, "clip_norm", case.clip_norm)
+    replayed = replay.run()
+    assert replayed.difference is None
+    return outcome_of(replay.train_state, replayed.commits)
+
+
+def replayed_as_script(case: Case, trace: Path, order: Sequence[int], has_step: Sequence[bool]) -> Outcome:
+    """Have workers in threads run again, until they have pushed as often as they had, and begun what they had begun."""
+    listener = Listener(TOKEN)
+    address = listener.bind("tcp://127.0.0.1:0")
+    train_state = case.train_state()
+    server = ReplayServer(train_state, Trace(trace), listener)
+    failures: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            worker = Worker(case, rank, address)
+            for _ in range(order.count(rank)):
+                worker.begin_in_time()
+                worker.push()
+            if has_step[rank]:
+                worker.begin_in_time()
+            elif case.ends:
+                worker.begin()
+            worker.client.leave(failed=False)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    try:
+        replayed = server.run(None)
+    finally:
+        listener.close()
+    for thread in threads:
+        thread.join(10.0)
+    assert not failures and replayed.difference is None, (failures, replayed.difference)
+    return outcome_of(train_state, replayed.commits)
+
+
+def assert_all_the_same(case: Case) -> None:
+    virtual, order = on_virtual_cluster(case)
+    with TemporaryDirectory() as folder:
+        trace, other_trace = Path(folder) / "one.bin", Path(folder) / "two.bin"
+        live, has_step = on_live_server(case, order, 1, trace)
+        assert_same(on_live_server(case, order, 2, other_trace), (live, has_step))
+        assert_same(replayed_as_problem(case, trace), live)
+        assert_same(replayed_as_script(case, other_trace, order, has_step), live)
+    if case.clip_norm is None:  # which the virtual cluster knows nothing of
+        assert_same(virtual, live)
+
+
+WEIGHT = st.one_of(st.sampled_from([0.0, 1.0, 0.5, 1 / 3, 1e-30]), st.floats(-2, 2))
+COMMIT = st.lists(st.tuples(st.integers(0, 7), WEIGHT), min_size=1, max_size=4).map(tuple)
+TURN = st.builds(Turn, st.lists(COMMIT, max_size=2).map(tuple), st.booleans())
+
+
+@settings(max_examples=settings().max_examples // 2)  # each is five runs
+@given(
+    turns=st.lists(TURN, min_size=1, max_size=PUSHES).map(tuple),
+    last=st.lists(WEIGHT, min_size=1, max_size=3).map(tuple),
+    times=st.lists(st.integers(1, 5), min_size=1, max_size=9),
+    norm=st.booleans(),
+    clip_norm=st.sampled_from([None, None, 0.1]),
+)
+def test_any_commits_come_to_the_same_bits_under_all_who_drive(
+    turns: tuple[Turn, ...], last: tuple[float, ...], times: list[int], norm: bool, clip_norm: float | None
+) -> None:
+    policy, problem = Listed(turns=turns, last=last), make_problem(norm=norm)
+    assert_all_the_same(Case(policy=policy, problem=problem, times=times, ends=True, clip_norm=clip_norm))
+
+
+OPTIONS = {"ssp": "(bound=1)", "ada-sync": "(window=0)"}
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("name", [name for name, kind in POLICIES.items() if issubclass(kind, ServerPolicy)])
+def test_all_policies_come_to_the_same_bits_under_all_who_drive(name: str, norm: bool) -> None:
+    policy = parse_policy(name + OPTIONS.get(name, "(k=2)" if name.startswith("k-") else ""))
+    assert isinstance(policy, ServerPolicy)
+    assert_all_the_same(Case(policy=policy, problem=make_problem(norm=norm), times=[3, 1, 4, 1, 5, 2], ends=False))
