@@ -184,7 +184,7 @@ class Worker:
         self._case, self._model = case, make_model(CONFIG, case.problem)
         self._batches = NumberedBatches(case.problem.train, ShardedSampler(SAMPLES, BATCH, seed=SEED))
         self.client = Client(
-            self._model, address=address, token=TOKEN, sealing="none", rank=rank, incarnation=0, memory=None
+            self._model, address=address, token=TOKEN, sealed=False, rank=rank, incarnation=0, memory=None
         )
         self.step: Go | None = None
         self.client.describe(SAMPLES, BATCH, "short", True, 0)
