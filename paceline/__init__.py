@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from paceline.peers.ddp import DistributedDataParallel
     from paceline.policies import *  # noqa: F403
     from paceline.problems import Metric, Problem, Recipe
-    from paceline.sessions.session import Session, Step, join
+    from paceline.sessions.join import join
+    from paceline.sessions.session import Session, Step
     from paceline.sessions.timing import Timing
 
 __all__ = [
@@ -67,7 +68,8 @@ _HOMES = {
     "paceline.errors": [name for name in __all__ if name.endswith("Error")],
     "paceline.peers.ddp": ["DistributedDataParallel"],
     "paceline.problems": ["Metric", "Problem", "Recipe"],
-    "paceline.sessions.session": ["Session", "Step", "join"],
+    "paceline.sessions.join": ["join"],
+    "paceline.sessions.session": ["Session", "Step"],
     "paceline.sessions.timing": ["Timing"],
 }
 

@@ -21,7 +21,7 @@ def modules_with_examples() -> list[str]:
 
 
 def test_there_are_examples() -> None:
-    assert {"paceline.sessions.session", "paceline.policies", "paceline.delays.delay"} <= set(modules_with_examples())
+    assert {"paceline.sessions.join", "paceline.policies", "paceline.delays.delay"} <= set(modules_with_examples())
 
 
 @pytest.mark.parametrize("name", modules_with_examples())

@@ -19,7 +19,7 @@ from torch.optim import SparseAdam
 from paceline.errors import CommError, UsageError, WireError
 from paceline.policies import Sync
 from paceline.server.client import Client
-from paceline.sessions.session import _check_for_server
+from paceline.sessions.checks import check_for_server
 from paceline.train_state import TrainState
 from paceline.transport.calling import call
 from paceline.transport.handshake import Opening
@@ -303,4 +303,4 @@ def test_an_optimizer_of_sparse_gradients_is_refused_when_joining() -> None:
     model = nn.Embedding(5, 2)
     train_state = TrainState(model=model, optimizers=[SparseAdam(model.parameters())])
     with pytest.raises(UsageError, match=r"SparseAdam wants sparse gradients, and under sync .* use another optimizer"):
-        _check_for_server(train_state, Sync())
+        check_for_server(train_state, Sync())

@@ -88,7 +88,7 @@ class Watched(ServerRun):
         super().__init__(train_state, workers=WORKERS, policy=parsed, run=run, **settings)
         self.commits: list[CommitSummary] = []
         self.then: Callable[[], None] = lambda: None
-        self._start(path, resume, {})
+        self.start(path, resume, {})
 
     def committed(self, commit: CommitSummary) -> None:
         self.commits.append(commit)

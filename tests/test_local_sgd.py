@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import CommError
+from paceline.sessions.peers import PeersSession
 
 CASE = CASES["mlp"]
 EPOCHS = 3
@@ -53,6 +54,7 @@ def train(
                     raise Broken
     except Broken:
         pass
+    assert isinstance(session, PeersSession)
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),

@@ -63,8 +63,8 @@ def test_no_import_points_up(room: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from paceline.sessions.session import join",
-        "def late() -> None:\n    import paceline.sessions.session",
+        "from paceline.sessions.join import join",
+        "def late() -> None:\n    import paceline.sessions.join",
         "from paceline import sessions",
         "from paceline import join",
     ],

@@ -303,7 +303,7 @@ def saved_after(folder: Path, turns: range, servers: int, *, resume: Path | None
     """A checkpoint after one worker's pushes, gone on from another if one is given."""
     with Watched(folder / "run", adam(clip_norm=0.7), "async") as host:
         if resume is not None:
-            host._load(read_checkpoint(resume))
+            host.stand_at(host._run_state.load(read_checkpoint(resume)))
         cluster = ShardedCluster(
             "async",
             lambda: adam(clip_norm=0.7),
@@ -333,7 +333,7 @@ def test_a_run_of_two_servers_goes_on_with_another_number(tmp_path: Path, server
 def test_the_first_server_keeps_its_own_part_alone(tmp_path: Path) -> None:
     """Though it has read the whole of a checkpoint, and collects the whole for every one that it writes."""
     with Watched(tmp_path / "run", adam(), "async") as host:
-        host._load(read_checkpoint(saved_after(tmp_path / "before", range(4), 1)))
+        host.stand_at(host._run_state.load(read_checkpoint(saved_after(tmp_path / "before", range(4), 1))))
         cluster = ShardedCluster(
             "async", adam, train_state=host._train_state, servers=2, workers=1, host=host, version=host.steps
         )

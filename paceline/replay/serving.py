@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -42,8 +42,8 @@ _TELL_EVERY = 0.2  # seconds between two words of how far it is
 M = TypeVar("M", bound=wire.Message)
 
 
-def serve_replay(train_state: TrainState, assignment: ServerAssignment, order: ReplayOrder) -> NoReturn:
-    """Be the server of a replay, tell the supervisor what it came to, and end the script."""
+def serve_replay(train_state: TrainState, assignment: ServerAssignment, order: ReplayOrder) -> int:
+    """Be the server of a replay and tell the supervisor what it came to; gives the exit code of the process."""
     listener = Listener(bytes.fromhex(assignment.token))
     listener.bind(assignment.address)
     try:
@@ -56,7 +56,7 @@ def serve_replay(train_state: TrainState, assignment: ServerAssignment, order: R
             server.open_shell(*order.shell)
     finally:
         listener.close()
-    raise SystemExit(0)
+    return 0
 
 
 class _Word(NamedTuple):

@@ -198,7 +198,7 @@ class Client:
         """
         self._asks += 1
         self._must_ask, self._later = False, None
-        self._send(wire.Ask(epochs, self._asks, self.version))
+        self._send(wire.Ask(int(epochs), self._asks, self.version))
 
     def next_step(self, epochs: int) -> wire.Go | wire.Finished:
         """Wait for the next step, or to hear that there is none; the model then has the parameters to use.

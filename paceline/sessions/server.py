@@ -9,24 +9,29 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
+from paceline.data.stream import BatchStream
 from paceline.launch.environment import ServerAssignment, launched_command
-from paceline.launch.reports import report
+from paceline.launch.reports import report, report_failure
 from paceline.launch.service import read_gone
 from paceline.peers.exchange import Alone
 from paceline.policies.server import ServerPolicy
 from paceline.record.fingerprints import hash_of, state_tensors
 from paceline.record.run import Run
 from paceline.record.trace import Ended, Hashed, TracePosition, TraceWriter
+from paceline.replay.serving import serve_replay
 from paceline.server.live import CommitSummary, LiveServer
 from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
-from paceline.sessions.nan_guard import OnNaN
-from paceline.sessions.session import Session
-from paceline.sessions.shards import open_shards
+from paceline.sessions.nan_guard import NaNGuard, OnNaN, Where
+from paceline.sessions.request import JoinRequest
+from paceline.sessions.run_state import Position, RunState, last_checkpoint, open_run
+from paceline.sessions.shards import open_shards, serve_shard
+from paceline.store.double_buffer import read_note
 from paceline.store.memory import mark_over
 from paceline.train_state import TrainState
 from paceline.transport.listening import Listener
@@ -37,7 +42,7 @@ _TIME_TO_COME = 60.0  # seconds that workers of other hosts have after the other
 
 
 class ServerProgress(Alone):
-    """What the server's session keeps in place of an exchange: which batches are used, and where its trace is."""
+    """What the server keeps in place of an exchange: which batches are used, and where its trace is."""
 
     def __init__(self, workers: int) -> None:
         self.rank, self.world_size = 0, workers
@@ -52,8 +57,8 @@ class ServerProgress(Alone):
         self.traced = TracePosition(*state["traced"]) if state["traced"] else None
 
 
-class ServerRun(Session):
-    """The session of the server's process: it has the run's directory, and its ``steps`` are commits."""
+class ServerRun:
+    """The server's process: it has the run's directory and state, and serves; its ``steps`` are commits."""
 
     def __init__(
         self,
@@ -67,22 +72,38 @@ class ServerRun(Session):
         log_every: int,
         on_nan: OnNaN,
     ) -> None:
+        self.policy, self.run, self.world_size = policy, run, workers
+        self.seed = torch.initial_seed() if seed is None else seed
+        self.steps = 0
+        self._blocks = 0  # of a run that had no server before
+        self._train_state = train_state
         self._progress = ServerProgress(workers)
-        self._server_policy = policy
-        self._trace: TraceWriter | None = None
-        self._found: Mapping[str, Any] | None = None  # left behind by a server that was killed
-        self._shards: Shards | None = None  # the other servers, if there are several
-        super().__init__(
+        self._data = BatchStream()
+        self._run_state = RunState(
             train_state,
             policy=policy,
             exchange=self._progress,
-            clock=None,
-            seed=seed,
+            data=self._data,
             run=run,
-            save_every=save_every,
-            log_every=log_every,
-            on_nan=on_nan,
+            seeded=seed is not None or workers > 1,
+            nan_guard=NaNGuard(on_nan, self._where),
         )
+        self._save_every, self._log_every = save_every, log_every
+        self._trace: TraceWriter | None = None
+        self._found: Mapping[str, Any] | None = None  # left behind by a server that was killed
+        self._shards: Shards | None = None  # the other servers, if there are several
+        self._closed = False
+
+    def start(self, path: Path | None, resume: bool | str | Path, config: Mapping[str, Any]) -> None:
+        """Load what is to be resumed, and open the run."""
+        found = self._run_state.resume(path, resume)
+        if found is not None:
+            self.stand_at(found)
+        self._run_state.open(self.seed, config)
+
+    def stand_at(self, position: Position) -> None:
+        """Count on from there."""
+        self.steps, self._blocks, self.seed = position
 
     def take_over(self, found: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         """Begin in the place of a server that was killed, with what it has left in the shared memory."""
@@ -91,14 +112,13 @@ class ServerRun(Session):
         self._progress.traced = TracePosition(*found["traced"]) if found["traced"] else None
         self.steps, self.seed = found["version"], found["seed"]
         self._data.epoch = self._progress.queue.epoch
-        if self.run is not None and self.run.metrics_file.exists():
-            self._metrics_bytes = self.run.metrics_file.stat().st_size
-        self._start(None, False, config)
+        self._run_state.keep_metrics()
+        self._run_state.open(self.seed, config)
         self._write("restarted", lost_pushes=found["taken"])
         logger.warning("the server is back at version %d; %d pushes are lost", self.steps, found["taken"])
 
-    def serve(self, assignment: ServerAssignment) -> NoReturn:
-        """Serve until the workers have left or a signal comes; raises ``SystemExit`` in the end."""
+    def serve(self, assignment: ServerAssignment) -> int:
+        """Serve until the workers have left or a signal comes; gives the exit code of the process."""
         caught: list[int] = []
         listener = Listener(bytes.fromhex(assignment.token), trusted=assignment.trusted)
         with _caught_signals(caught), self:
@@ -108,13 +128,13 @@ class ServerRun(Session):
                     assignment,
                     workers=self.world_size,
                     version=self.steps,
-                    adds_up=self._server_policy.adds_up,
+                    adds_up=self.policy.adds_up,
                     found=self._found is not None,
                 )
                 self._trace = self._open_trace()
                 server = LiveServer(
                     self._train_state,
-                    self._server_policy,
+                    self.policy,
                     workers=self.world_size,
                     patience=math.inf if assignment.bind is None else _TIME_TO_COME,
                     memory=os.memfd_create("paceline", os.MFD_CLOEXEC)
@@ -154,13 +174,13 @@ class ServerRun(Session):
                     mark_over(assignment.memory_fd)
         if caught and self.run is not None:
             report("interrupted", step=self.steps, saved=str(self.run.path))
-        raise SystemExit(128 + caught[0] if caught else 0)
+        return 128 + caught[0] if caught else 0
 
     def _open_trace(self) -> TraceWriter | None:
         if self.run is None:
             return None
         about = {
-            **self._describe(),
+            **self._run_state.describe(self.seed),
             "processor": torch.backends.cpu.get_cpu_capability(),
             "command": launched_command(),
             "directory": str(Path.cwd()),
@@ -182,9 +202,10 @@ class ServerRun(Session):
             self._progress.traced = self._trace.sync()
 
     def save(self, path: str | Path | None = None) -> Path | None:
+        """Write a checkpoint: into the run's directory, or to ``path``."""
         with self._whole_state():
             self._note_hash()
-            return super().save(path)
+            return self._run_state.save(Position(self.steps, self._blocks, self.seed), path)
 
     @contextlib.contextmanager
     def _whole_state(self) -> Iterator[None]:
@@ -199,15 +220,37 @@ class ServerRun(Session):
             self._shards.drop_collected()
 
     def close(self) -> None:
-        super().close()
+        """Release the run's directory and the other servers; leaving the ``with`` block does it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._run_state.close()
+        report("left", step=self.steps)
         if self._shards is not None:
             self._shards.close()
             self._shards = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            report_failure(error)  # before anything that takes time: the workers will soon fail because of it
+        try:
+            if kind is None and self.run is not None and self._run_state.saved_at != self.steps:
+                self.save()
+        finally:
+            self.close()
+
+    def _where(self) -> Where:
+        return Where(0, self.world_size, self.steps, last_checkpoint(self.run))
+
     # What the server asks of its host ---------------------------------------------------------------------
 
     def rate(self) -> float:
-        return self._rate()
+        return self._run_state.rate()
 
     def committed(self, commit: CommitSummary) -> None:
         self.steps, self._data.epoch = commit.version, commit.epoch
@@ -227,7 +270,44 @@ class ServerRun(Session):
 
     def _write(self, event: str, /, **values: Any) -> None:
         if self.run is not None and self.run.metrics is not None:
-            self.run.metrics.write(event, **{"step": self.steps, "epoch": self.epoch, **values})
+            self.run.metrics.write(event, **{"step": self.steps, "epoch": self._data.epoch, **values})
+
+
+def host(request: JoinRequest, assignment: ServerAssignment) -> int:
+    """Be the server, one of several, or that of a replay, until the run ends; gives the exit code of the process."""
+    if assignment.shard:
+        return serve_shard(request.train_state, assignment)
+    if assignment.replay is not None:
+        return serve_replay(request.train_state, assignment, assignment.replay)
+    return _open(request, assignment).serve(assignment)
+
+
+def _open(request: JoinRequest, assignment: ServerAssignment) -> ServerRun:
+    """Begin a run, or go on with it: from a checkpoint, or from what a server that was killed has left in memory."""
+    assert isinstance(request.policy, ServerPolicy)
+    found = read_note(assignment.memory_fd) if assignment.memory_fd is not None else None
+    again = assignment.incarnation > 0  # one before was killed; what is in the directory is this run's
+    opened = open_run(request.run, request.resume or again, request.keep) if request.run is not None else None
+    try:
+        run = ServerRun(
+            request.train_state,
+            workers=assignment.workers or 1,
+            policy=request.policy,
+            seed=request.seed,
+            run=opened,
+            save_every=request.save_every,
+            log_every=request.log_every,
+            on_nan=request.on_nan,
+        )
+        if found is not None:
+            run.take_over(found, request.config)
+        else:
+            run.start(request.run, request.resume or (again and request.run is not None), request.config)
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        raise
+    return run
 
 
 def _listen(listener: Listener, assignment: ServerAssignment) -> None:

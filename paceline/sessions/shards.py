@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from typing import NoReturn
 
 from paceline.interrupts import answered
 from paceline.launch.environment import ServerAssignment
@@ -31,8 +30,8 @@ def open_shards(
     )
 
 
-def serve_shard(train_state: TrainState, assignment: ServerAssignment) -> NoReturn:
-    """Be a server beside the first: hold a part until that ends; raises ``SystemExit`` then."""
+def serve_shard(train_state: TrainState, assignment: ServerAssignment) -> int:
+    """Be a server beside the first: hold a part until that ends; gives the exit code of the process."""
     caught: list[int] = []
     listener = Listener(bytes.fromhex(assignment.token), trusted=assignment.trusted)
     # Signals come to all processes of a run; the first server saves then, for which it needs the others.
@@ -51,4 +50,4 @@ def serve_shard(train_state: TrainState, assignment: ServerAssignment) -> NoRetu
             server.serve(lambda: bool(caught))
         finally:
             listener.close()
-    raise SystemExit(128 + caught[0] if caught else 0)
+    return 128 + caught[0] if caught else 0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum, auto
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,12 +15,10 @@ from torch import Tensor, nn
 
 from paceline.data.feed import Fetched, Indexed, count_examples, resolve
 from paceline.data.numbered import NumberedBatches
-from paceline.data.sampler import Last, ShardedSampler
+from paceline.data.sampler import ShardedSampler
 from paceline.delays.injected import InjectedDelays
-from paceline.errors import UsageError, check_whole
+from paceline.errors import UsageError
 from paceline.launch.environment import ServerAssignment, read_world
-from paceline.launch.reports import report
-from paceline.peers.exchange import Alone
 from paceline.peers.tensors import averaged_dtype
 from paceline.policies import Policy
 from paceline.record.fingerprints import checksum_of
@@ -29,6 +26,7 @@ from paceline.record.metrics import as_number
 from paceline.seeding import derive_seed, seed_streams
 from paceline.server.cancellation import Cancellation, StepCancelled
 from paceline.server.client import Client
+from paceline.server.demand import NEWEST_PARAMETERS, OWN_DATA, Demand
 from paceline.sessions.nan_guard import OnNaN
 from paceline.sessions.session import Session, Step
 from paceline.sessions.timing import StepClock, Timing
@@ -38,14 +36,13 @@ from paceline.transport.messages import Finished, Go
 
 logger = logging.getLogger("paceline")
 
-_OWN_DATA = -1  # in place of a number of epochs: the server hands out no batches
 
+class _Phase(Enum):
+    """What there is between this worker and the server."""
 
-class _RankAtServer(Alone):
-    """Where this worker is among the others, whom it meets through the server alone."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    NOTHING_ASKED = auto()
+    STEP_COMES = auto()  # one was asked for, or a step's result pushed, skipped or cancelled: the server answers by one
+    STEP_HELD = auto()  # one was handed out and is not done
 
 
 class WorkerSession(Session):
@@ -56,6 +53,8 @@ class WorkerSession(Session):
     """
 
     in_step = False
+    _clock: StepClock
+    _go: Go  # the step that was handed out last; meant in the phase STEP_HELD alone
 
     def __init__(
         self,
@@ -71,28 +70,25 @@ class WorkerSession(Session):
         super().__init__(
             train_state,
             policy=policy,
-            exchange=_RankAtServer(client.rank, welcome.world_size),
-            clock=StepClock(model),
+            rank=client.rank,
+            world_size=welcome.world_size,
             seed=welcome.seed,
             run=None,
-            save_every=None,
-            log_every=1,
+            clock=StepClock(model),
             on_nan=on_nan,
         )
         self._client, self._injected_delays = client, injected_delays
         self._cancellation = Cancellation(model, client.cancelled)
         self._data.epoch = welcome.epoch
-        self._epochs = _OWN_DATA  # what steps are asked for
-        self._go: Go | None = None  # the step handed out and not done
-        self._asked = _OWN_DATA  # what a step was asked for last
-        self._answer_comes = False  # a step was asked for, or something pushed
+        self._phase = _Phase.NOTHING_ASKED
+        self._demand = OWN_DATA  # what steps are for
+        self._asked = OWN_DATA  # what a step was asked for last
+        self._num_cancelled = 0  # steps of this worker
         self._waited = 0.0
         self._last_block: Step | None = None  # of those that were not cancelled
-        self._repeat = False  # the last step was cancelled: its batch, if it is our own, comes again
         self._means = 0  # in this epoch
         self._sampler: ShardedSampler | None = None  # of the data that the server knows of
         self._data_checksum: int | None = None
-        self._failed = False
         self._told_of_options = False
         # Of each group, as join() was given them; None: nobody looks any more.
         self._settings = [*map(_settings_of, _groups_of(train_state))] if self.rank == 0 else None
@@ -100,33 +96,8 @@ class WorkerSession(Session):
 
     # The loop ---------------------------------------------------------------------------------------------
 
-    def batches(
-        self,
-        source: Any,
-        batch_size: int | None = None,
-        *,
-        epochs: int | None = None,
-        shuffle: bool = True,
-        last: Last = "short",
-        **loader_options: Any,
-    ) -> Iterator[Any]:
-        """Give this worker's batches: of a data set those that the server hands out, every one exactly once an epoch.
-
-        Batches of cancelled steps and of workers that have died are handed out again. The last batches of the last
-        epoch asked for are waited for; then the model has the newest parameters. A loader or iterable that is no plain
-        data set is gone through by each worker for itself, and a batch whose step was cancelled comes again. What has
-        been accumulated when the batches end is pushed.
-        """
-        found = resolve(
-            source,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            last=last,
-            loader_options=loader_options,
-            open_loaders=True,
-        )
-        if epochs is not None:
-            check_whole("epochs", epochs, least=0)
+    def _batches(self, source: Any, epochs: int | None, **options: Any) -> Iterator[Any]:
+        found = resolve(source, open_loaders=True, **options)
         end = self.epoch + 1 if epochs is None else epochs
         if not isinstance(found, Indexed):
             return self._own_batches(found, end)
@@ -172,7 +143,7 @@ class WorkerSession(Session):
         return self._data_checksum
 
     def _handed_out(self, batches: NumberedBatches, end: int) -> Iterator[Any]:
-        self._epochs = end
+        self._demand = Demand(end)
         try:
             while (batch := self._next_batch()) is not None:
                 epoch, number = batch
@@ -181,14 +152,14 @@ class WorkerSession(Session):
                 self._data.batch, self._data.handed_out = Fetched(data, examples, None, 0), True
                 yield data
         finally:
-            self._epochs = _OWN_DATA
+            self._demand = OWN_DATA
             if self._data.batch is not None:  # broken off between a batch and its step: the server gets it back
-                self._data.batch, self._go = None, None
+                self._data.batch, self._phase = None, _Phase.NOTHING_ASKED
         self._begin_epoch(end)
 
     def _next_batch(self) -> tuple[int, int] | None:
         """The batch for the next block, or None if there are no more."""
-        if self._accumulating and self._go is not None:
+        if self._phase is _Phase.STEP_HELD and self._accumulating:
             more = self._client.more()
             if more is not None and more.batch >= 0:
                 return more.epoch, more.batch
@@ -196,13 +167,10 @@ class WorkerSession(Session):
                 self._give_up()
             else:
                 self._push_accumulated()
-        elif self._go is not None:  # no step was made of it
+        elif self._phase is _Phase.STEP_HELD:  # no step was made of it
             self._client.skip()
-            self._go, self._answer_comes = None, True
-        if not self._have_step():
-            return None
-        assert self._go is not None
-        return self._go.epoch, self._go.batch
+            self._phase = _Phase.STEP_COMES
+        return (self._go.epoch, self._go.batch) if self._have_step() else None
 
     def _own_batches(self, source: Iterable[Any], end: int) -> Iterator[Any]:
         of_step: list[Any] = []  # batches of a step that is not done
@@ -222,10 +190,10 @@ class WorkerSession(Session):
         while waiting:
             data = waiting.pop(0)
             of_step.append(data)
-            self._repeat = False
+            cancelled_before = self._num_cancelled
             self._data.batch, self._data.handed_out = Fetched(data, count_examples(data), None, 0), True
             yield data
-            if self._repeat:
+            if self._num_cancelled > cancelled_before:
                 waiting, of_step[:] = of_step + waiting, []
             elif not self._accumulating:
                 of_step.clear()
@@ -240,20 +208,22 @@ class WorkerSession(Session):
             "updates, which has only gradients; use session.step() with another optimizer"
         )
 
+    def averaged(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
     def refresh(self) -> None:
         if self._current is not None:
             raise UsageError(f"step {self.steps}: refresh() was called inside a step; call it after the block")
-        if self._accumulating or (self._data.batch is not None and self._epochs != _OWN_DATA):
+        if self._accumulating or (self._data.batch is not None and self._demand != OWN_DATA):
             raise UsageError(
                 f"step {self.steps}: refresh() was called between a batch and its step, or between accumulating ones; "
                 "call it after the step that updates the parameters"
             )
-        self._go, self._answer_comes = None, False  # a step that comes is given up
-        self._client.ask(0)
-        self.steps = self._client.next_step(0).version
+        self._phase = _Phase.NOTHING_ASKED  # a step that comes is given up
+        self._client.ask(NEWEST_PARAMETERS)
+        self.steps = self._client.next_step(NEWEST_PARAMETERS).version
 
     def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
-        """Average a number or tensor over the workers; all must call it, equally often in an epoch."""
         tensor = torch.as_tensor(value).detach()
         self._means += 1
         weight = 1.0 if examples is None else float(examples)
@@ -264,7 +234,6 @@ class WorkerSession(Session):
         )
 
     def save(self, path: str | Path | None = None) -> Path | None:
-        """Have the server write a checkpoint: into the run's directory, or to ``path`` on its host; worker 0 asks."""
         if self._current is not None:
             raise UsageError(f"step {self.steps}: save() was called inside a step; call it after the block")
         return Path(self._client.save(str(path or ""))) if self.rank == 0 else None
@@ -272,10 +241,13 @@ class WorkerSession(Session):
     def _write(self, event: str, /, **values: Any) -> None:
         self._client.record(event, {name: as_number(value) for name, value in values.items()})
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def stop_when(self, asked: Callable[[], bool]) -> None:
+        """The server is the one that is asked, by a signal, and its workers end with it."""
+
+    def _end_well(self) -> None:
+        """The server has what there is to save."""
+
+    def _release(self) -> None:
         if self._accumulating and not self._failed:
             logger.warning(
                 "worker %d: %d accumulated blocks were not pushed; end with a step without accumulate=True",
@@ -283,55 +255,39 @@ class WorkerSession(Session):
                 self._blocks,
             )
         self._cancellation.close()
-        self._remove_hooks()
-        if self._clock is not None:
-            self._clock.close()
         self._client.leave(failed=self._failed)
-        report("left", step=self.steps)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._failed = kind is not None
-        super().__exit__(kind, error, trace)
 
     # One step ---------------------------------------------------------------------------------------------
 
     def _have_step(self) -> bool:
         """Wait until there is a step to make; False if the server has no more batches."""
-        if not self._answer_comes or self._asked != self._epochs:
-            self._client.ask(self._epochs)
-            self._asked = self._epochs
+        if self._phase is not _Phase.STEP_COMES or self._asked != self._demand:
+            self._client.ask(self._demand)
+            self._asked = self._demand
         began = time.perf_counter()
-        answer = self._client.next_step(self._epochs)
+        answer = self._client.next_step(self._demand)
         self._waited = time.perf_counter() - began
-        self._answer_comes = False
         self.steps = answer.version
         if isinstance(answer, Finished):
+            self._phase = _Phase.NOTHING_ASKED
             return False
-        self._go = answer
+        self._go, self._phase = answer, _Phase.STEP_HELD
         return True
 
     def _begin(self, step: Step) -> None:
-        self._opened = True
-        if self._current is not None:
-            raise UsageError(f"step {self.steps}: a step was opened inside another; leave the first block before")
-        if self._go is None or self._asked != self._epochs:
-            self._have_step()
-        assert self._go is not None, "the server has steps without end for those who have data of their own"
+        self._check_not_inside()
+        if self._phase is not _Phase.STEP_HELD or self._asked != self._demand:
+            has_step = self._have_step()
+            assert has_step, "the server has steps without end for those who have data of their own"
         fresh = not self._accumulating
         if fresh:
             self._look_at_settings()
             self._blocks = 0
-            self._train_state.clear_gradients()
-            self._examples, self._bad_loss = 0, None
-            self._nan_guard.remember_buffers(self._train_state.model, always=True)
+            self._begin_update(keep_buffers=True)
         seed_streams(derive_seed(self.seed, self.rank, "step", self._go.step, self._blocks))
         self._blocks += 1
         self._count_examples(step)
-        self._current = step
-        if self._clock is not None:
-            self._clock.start(fresh=fresh)
+        self._enter(step, fresh=fresh)
         self._cancellation.arm(self._pause if fresh and self._injected_delays is not None else None)
 
     def _look_at_settings(self) -> None:
@@ -355,7 +311,7 @@ class WorkerSession(Session):
                     return
 
     def _pause(self) -> None:
-        assert self._injected_delays is not None and self._go is not None
+        assert self._injected_delays is not None
         self._client.pause(self._injected_delays.of_step(self._go.step))
 
     def _end(self, step: Step, error: BaseException | None) -> bool:
@@ -370,12 +326,10 @@ class WorkerSession(Session):
             self._give_up()
             return True
         self._accumulating = step.accumulate
-        assert self._clock is not None
         self._clock.computed(None)
         self._last_block = step
         if step.accumulate:
-            loss = self._loss_of(step)
-            self._bad_loss = loss if loss is not None and not math.isfinite(loss) else None
+            self._remember_bad_loss(step)
         else:
             self._finish(step)
         return False
@@ -385,7 +339,8 @@ class WorkerSession(Session):
         self._accumulating = False
         self._train_state.clear_gradients()
         self._nan_guard.restore_buffers(self._train_state.model)
-        self._go, self._answer_comes, self._repeat = None, True, True
+        self._phase = _Phase.STEP_COMES
+        self._num_cancelled += 1
 
     def _push_accumulated(self) -> bool:
         """The data has ended: push what was accumulated, as a smaller update; False if its step was cancelled."""
@@ -400,13 +355,12 @@ class WorkerSession(Session):
     def _finish(self, step: Step) -> None:
         loss = self._loss_of(step)
         step.skipped = self._nan_guard.skips(loss, loss)
-        self._go, self._answer_comes = None, True
+        self._phase = _Phase.STEP_COMES
         if step.skipped:
             self._nan_guard.restore_buffers(self._train_state.model)
             self._client.skip()
             return
         with self._unscaled():
-            assert self._clock is not None
             timing = self._clock.updated(None, self.rank)
             seconds = timing.forward + timing.backward
             self._client.push(examples=self._examples, loss=loss, seconds=seconds)

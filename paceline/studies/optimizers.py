@@ -18,7 +18,7 @@ from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.problems.models import VECTOR_MODELS
 from paceline.report.series import Axis, Series
 from paceline.seeding import derive_seed, seed_streams
-from paceline.sessions.session import join
+from paceline.sessions.join import join
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 from paceline.training.threads import one_thread
 from paceline.training.train import evaluate

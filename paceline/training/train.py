@@ -26,8 +26,9 @@ from paceline.policies.server import ServerPolicy
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.schedules import ScheduleConfig
 from paceline.seeding import derive_seed, seed_streams
+from paceline.sessions.join import join
 from paceline.sessions.nan_guard import OnNaN
-from paceline.sessions.session import Session, join
+from paceline.sessions.session import Session
 from paceline.store.partition import check_dealt
 
 Precision = Literal["fp32", "bf16"]

@@ -1,0 +1,233 @@
+"""A run's state on disk: found, checked, loaded and written by the peers' session and by the server alike."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.data.stream import BatchStream
+from paceline.errors import CheckpointError, UsageError
+from paceline.peers.exchange import Exchange
+from paceline.peers.tensors import average_into
+from paceline.policies import Policy
+from paceline.record.checkpoint import read_checkpoint, write_checkpoint
+from paceline.record.metrics import as_number
+from paceline.record.run import Run
+from paceline.seeding import capture_streams, restore_streams
+from paceline.sessions.nan_guard import NaNGuard
+from paceline.train_state import TrainState
+from paceline.version import __version__
+
+logger = logging.getLogger("paceline")
+
+
+class Position(NamedTuple):
+    """How far a run has come, beside its data."""
+
+    steps: int  # updates made
+    blocks: int  # step blocks entered, accumulating ones too
+    seed: int
+
+
+class RunState:
+    """Keep a run's state: resume it from a checkpoint, write new ones, say in ``config.json`` what it is.
+
+    Worker 0 has the ``run`` and reads and writes for all; ``exchange`` is how the others get and give their parts.
+    """
+
+    def __init__(
+        self,
+        train_state: TrainState,
+        *,
+        policy: Policy,
+        exchange: Exchange,
+        data: BatchStream,
+        run: Run | None,
+        seeded: bool,
+        nan_guard: NaNGuard,
+    ) -> None:
+        self._train_state, self._policy, self._exchange = train_state, policy, exchange
+        self._data, self._run, self._seeded, self._nan_guard = data, run, seeded, nan_guard
+        self.saved_at: int | None = None  # the step of the run's newest checkpoint, as far as it is of this state
+        self._metrics_bytes = 0  # how much of the metrics is of this run
+        self._closed = False
+
+    # Beginning --------------------------------------------------------------------------------------------
+
+    def resume(self, path: Path | None, resume: bool | str | Path) -> Position | None:
+        """Load what is to be resumed (worker 0 reads, the others get it from there); None if there is nothing.
+
+        ``path`` is the run's directory, which all workers are told and worker 0 has opened.
+        """
+        if resume is True and path is None:
+            raise UsageError("resume=True needs a run directory: join(..., run='runs/mine', resume=True)")
+        if not resume:
+            return None
+        found = self._find(Path(resume) if not isinstance(resume, bool) else None)
+        state = self._exchange.share(found)
+        position = self.load(state) if state is not None else None
+        self.saved_at = self._exchange.share(self.saved_at)
+        return position
+
+    def open(self, seed: int, config: Mapping[str, Any]) -> None:
+        """Write the configuration and open the metrics, behind what of them is this run's."""
+        if self._run is not None:
+            self._run.write_config({**self.describe(seed), **config})
+            self._run.open_metrics(self._metrics_bytes)
+
+    def keep_metrics(self) -> None:
+        """Take all lines of metrics for this run's own."""
+        if self._run is not None and self._run.metrics_file.exists():
+            self._metrics_bytes = self._run.metrics_file.stat().st_size
+
+    def _find(self, file: Path | None) -> dict[str, Any] | None:
+        """The checkpoint to go on from: the file named, or the run's newest that can be used."""
+        if self._exchange.rank != 0:
+            return None
+        if file is not None:
+            found = self._checked(file, read_checkpoint(file))
+            if self._run is not None and file.absolute().parent == self._run.checkpoints.path.absolute():
+                self._metrics_bytes = found["session"]["metrics_bytes"]
+                self._run.checkpoints.drop_after(file)
+            return found
+        assert self._run is not None, "worker 0 has the run"
+        refused: dict[str, list[Path]] = {}  # by the reason
+        for candidate, state in self._run.checkpoints.newest():
+            try:
+                if isinstance(state, CheckpointError):
+                    raise state
+                found = self._checked(candidate, state)
+            except CheckpointError as error:
+                refused.setdefault(str(error).removeprefix(f"{candidate} "), []).append(candidate)
+                continue
+            for reason, files in refused.items():
+                for bad in files:
+                    logger.warning("%s %s; going back to the checkpoint before it", bad, reason)
+            self.saved_at = found["session"]["steps"]
+            self._metrics_bytes = found["session"]["metrics_bytes"]
+            return found
+        if refused:
+            reasons = [f"{', '.join(file.name for file in files)} {reason}" for reason, files in refused.items()]
+            raise CheckpointError(f"no usable checkpoint in {self._run.checkpoints.path}: {'; '.join(reasons)}")
+        return None
+
+    def _checked(self, file: Path, state: dict[str, Any]) -> dict[str, Any]:
+        try:
+            mismatch = self._train_state.mismatch(state["trainee"])
+            parts = [state[part] for part in ("data", "session", "streams", "exchange")]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{file} does not hold the state of a session: {error!r}") from error
+        if mismatch is not None or not all(isinstance(part, dict) for part in parts):
+            raise CheckpointError(
+                f"{file} belongs to something else: {mismatch or 'its parts are no session'}; give join() what the run "
+                "was begun with, or start a new run in another directory"
+            )
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> Position:
+        """Have the state that a checkpoint holds."""
+        self._load_replica(state)
+        self._data.load_state_dict(state["data"])
+        session = state["session"]
+        position = Position(session["steps"], session["blocks"], session["seed"])
+        restore_streams(state["streams"])
+        if self._exchange.rank == 0 and self._train_state.has_unsaved_scheduler():
+            logger.warning(
+                "the run goes on at step %d, but a scheduler of its optimizer starts anew: it was not saved. Pass it "
+                "as join(scheduler=...), or as stateful={'scheduler': ...} if you step it yourself",
+                position.steps,
+            )
+        return position
+
+    def _load_replica(self, state: Mapping[str, Any]) -> None:
+        """Load this worker's own replica, or, if there were another number of them, their average."""
+        replicas = state.get("replicas") or []
+        own = replicas[self._exchange.rank] if len(replicas) == self._exchange.world_size else state
+        self._train_state.load_state_dict(own["trainee"])
+        if not replicas or own is not state:
+            self._exchange.load_state_dict(own["exchange"])
+        else:
+            average_into(self._train_state.model, [replica["trainee"]["model"] for replica in replicas])
+
+    # Saving -----------------------------------------------------------------------------------------------
+
+    def save(self, position: Position, path: str | Path | None = None) -> Path | None:
+        """Write a checkpoint: into the run's directory, or to ``path``; None on all workers but the first."""
+        replicas = self._exchange.gather(self._replica()) if self._exchange.replicas_differ else []
+        if self._exchange.rank != 0:
+            self.saved_at = position.steps
+            return None
+        self._nan_guard.check_parameters(self._train_state.model)
+        state = {**self._state(position), "replicas": replicas}
+        if path is not None:
+            write_checkpoint(Path(path), state)
+            return Path(path)
+        if self._closed:
+            raise UsageError("save() after the session's end: its directory may be another's by now; give a path")
+        if self._run is None:
+            raise UsageError("save() needs a path, or a run directory: join(..., run='runs/mine')")
+        file = self._run.checkpoints.write(position.steps, state)
+        self.saved_at = position.steps
+        return file
+
+    def close(self) -> None:
+        """Release the run's directory."""
+        self._closed = True
+        if self._run is not None:
+            self._run.close()
+
+    def _replica(self) -> dict[str, object]:
+        """What of the state may differ from worker to worker."""
+        return {"trainee": self._train_state.state_dict(), "exchange": self._exchange.state_dict()}
+
+    def _state(self, position: Position) -> dict[str, object]:
+        metrics = self._run.metrics if self._run is not None else None
+        return {
+            **self._replica(),
+            "data": self._data.state_dict(),
+            "session": {
+                **position._asdict(),
+                "policy": str(self._policy),
+                "metrics_bytes": metrics.sync() if metrics is not None else 0,
+            },
+            "streams": capture_streams(),
+        }
+
+    # What is told of it -----------------------------------------------------------------------------------
+
+    def describe(self, seed: int) -> dict[str, Any]:
+        """What the run is, for its configuration and its trace."""
+        return {
+            "paceline": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "policy": str(self._policy),
+            "seed": seed,
+            "seeded_steps": self._seeded,
+            "world_size": self._exchange.world_size,
+            "threads": torch.get_num_threads(),
+            "model": type(self._train_state.model).__name__,
+            "optimizers": [type(optimizer).__name__ for optimizer in self._train_state.optimizers],
+        }
+
+    def rate(self) -> float:
+        """The learning rate, as the metrics tell it."""
+        return float(as_number(self._train_state.optimizers[0].param_groups[0]["lr"]))
+
+
+def open_run(path: Path, resume: bool | str | Path, keep: int) -> Run:
+    """Open the run's directory; one that holds a run already only to go on with it, not from another's checkpoint."""
+    run_checkpoints = path / "checkpoints"
+    goes_on = resume if isinstance(resume, bool) else Path(resume).absolute().parent == run_checkpoints.absolute()
+    return Run(path, resume=goes_on, keep=keep)
+
+
+def last_checkpoint(run: Run | None) -> Path | None:
+    """The file to go back to, if there is one."""
+    files = run.checkpoints.files() if run is not None else []
+    return files[-1] if files else None
