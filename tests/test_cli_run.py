@@ -120,7 +120,7 @@ def test_the_result_may_come_from_any_worker(paceline: Any, monkeypatch: pytest.
 MISTAKES = {
     "policy": ("run --policy asink script.py", "Did you mean 'async'"),
     "respawn without a server": ("run --policy all-reduce --respawn script.py", "--respawn wants a policy"),
-    "serving all-reduce": ("serve --workers 2 --policy all-reduce script.py", "found all-reduce; such are sync"),
+    "serving all-reduce": ("serve --workers 2 --policy all-reduce script.py", "found all-reduce; choose one of sync"),
     "joining all-reduce": ("run --join a:1 --policy all-reduce script.py", "--join wants a policy"),
     "joining without a token": ("run --join a:1 script.py", "--token-file FILE or set PACELINE_TOKEN"),
     "token without joining": ("run --token-file token script.py", "go with --join"),

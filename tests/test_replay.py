@@ -211,7 +211,7 @@ def test_the_trace_of_a_killed_server_is_replayed_as_far_as_it_goes(run: Path, p
     content = (run / "trace.bin").read_bytes()
     (run / "trace.bin").write_bytes(content[:-1])
     ended = paceline("replay", str(run))
-    assert ended.code == 0 and "equal to the last bit; the trace ends there, without the end of the run" in ended.out
+    assert ended.code == 0 and "equal to the last bit; the trace ends there, before the end of the run" in ended.out
 
 
 def test_what_is_no_run_or_has_no_trace(tmp_path: Path, run: Path, paceline: Any) -> None:
