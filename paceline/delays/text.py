@@ -46,7 +46,7 @@ def _take_term(text: str) -> tuple[str, str]:
     if match is None:
         found = repr(text[:40]) if text else "the end"
         hint = " (is a bracket open?)" if text.count("(") > text.count(")") else ""
-        raise UsageError(f"wanted a number (not negative, no unit) or name(value, ...); found {found}{hint}.")
+        raise UsageError(f"wanted a number (not negative, without a unit) or name(value, ...); found {found}{hint}.")
     return match[0], text[match.end() :]
 
 

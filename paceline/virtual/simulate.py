@@ -171,10 +171,10 @@ class Simulated:
     iteration_error: float | None  # its standard error, as if commits were independent
     pushes: int  # committed
     throughput: float  # examples committed per second
-    staleness: float  # commits between read and use, mean over the pushes committed
+    staleness: float  # commits between read and use, mean over the committed pushes
     staleness_histogram: dict[int, int]
-    waiting: float  # share of the time in which workers did not compute
-    thrown_away: float  # share of the time in which they computed what was cancelled or dropped
+    waiting: float  # share of time in which workers did not compute
+    thrown_away: float  # share of time computing steps that were cancelled or dropped
     cancelled: int  # steps
     dropped: int  # pushes that came too late
     bytes_in: float  # to the server, in all
