@@ -132,7 +132,7 @@ REFUSED: list[tuple[Call, str]] = [
     (lambda g: g.alltoall(tensor_list(3, 3), [three, three.int()], everyone), "tensors of one type"),
     (lambda g: g.all_to_all_single(four, four.t(), [], [], everyone), "Tensors must be contiguous, got an input"),
     (lambda g: g.all_to_all_single(four.t(), four, [], [], everyone), "Tensors must be contiguous, got an output"),
-    (lambda g: g.all_to_all_single(three, three, [], [], everyone), "3 rows of input cannot be dealt evenly"),
+    (lambda g: g.all_to_all_single(three, three, [], [], everyone), "3 rows of input cannot be divided evenly"),
     (lambda g: g.all_to_all_single(three, three, [1, 1], [1, 2], everyone), "2 output split sizes that add up to 3"),
     (lambda g: g.all_to_all_single(three, three, [1, 2], [-1, 4], everyone), r"input split sizes.* got \[-1, 4\]"),
     (lambda g: g.all_to_all_single(three, three, [1, 2], [3], everyone), "2 input split sizes"),
