@@ -207,7 +207,7 @@ class Gossip(PeersPolicy):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"policy": "k-sync(k=9)"}, "needs 9 workers, and the run has 8"),
+        ({"policy": "k-sync(k=9)"}, "needs 9 workers, but the run has 8"),
         ({"policy": "k-async(k=0)"}, "k must be at least 1"),
         ({"policy": "ada-sync"}, "follows the loss.*--problem"),
         ({"policy": Gossip()}, "gossip cannot be simulated"),

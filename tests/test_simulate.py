@@ -142,7 +142,7 @@ def test_a_target_never_reached_is_an_error_after_all_is_shown(simulate: Any) ->
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "policy": (["--policies", "k-snc(k=3)"], "Did you mean 'k-sync'"),
     "k of nothing": (["--policies", "k-sync(k=0)"], "k must be at least 1"),
-    "k of too many": (["--policies", "k-sync(k=9)"], "needs 9 workers, and the run has 8"),
+    "k of too many": (["--policies", "k-sync(k=9)"], "needs 9 workers, but the run has 8"),
     "a policy that follows the loss": (["--policies", "ada-sync"], "--problem digits"),
     "no policy": (["--policies", ","], "--policies is empty.*sync"),
     "delay": (["--delays", "1+exq(2)"], "cannot read the delay.*Examples"),
