@@ -63,7 +63,7 @@ def main() -> None:
 def mean_curve(policy: str, arguments: argparse.Namespace) -> list[float]:
     """The test loss at each time, on average over the seeds."""
     options = ProblemOptions(data=arguments.data, model=arguments.model)
-    course = TrainingPlan(
+    plan = TrainingPlan(
         problem=load_problem(arguments.problem, options),
         optimizer=f"sgd(lr={arguments.rate})",
         batch_size=arguments.batch_size,
@@ -71,7 +71,7 @@ def mean_curve(policy: str, arguments: argparse.Namespace) -> list[float]:
     )
     curves = [
         simulate_training(
-            Scenario(policy=policy, workers=8, delay=arguments.delay, seed=seed), course, seconds=arguments.seconds
+            Scenario(policy=policy, workers=8, delay=arguments.delay, seed=seed), plan, seconds=arguments.seconds
         ).curve
         for seed in range(arguments.seeds)
     ]

@@ -2,7 +2,7 @@
 
     python benchmarks/live_kills.py [--kills 200] [--workers 4] [--policy async] [--json]
 
-Digits are learned by real workers under a server with respawning; a worker that has made a step is killed (SIGKILL)
+Real workers train digits under a server with respawning; a worker that has made a step is killed (SIGKILL)
 every now and then. Beside the weights the model has one number per training sample, whose gradient is 1 for each sample
 of a batch and which plain SGD adds up: at the end it tells, independently of all accounting, how often every sample's
 gradient was committed. The exit code is 1 if one was not committed once per epoch, or the target accuracy was missed.

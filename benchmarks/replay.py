@@ -2,7 +2,7 @@
 
     python benchmarks/replay.py [--runs 100] [--quick] [--json]
 
-Digits are learned by 2 to 8 real workers with random delays, under the policies in turn. In every second run workers
+2 to 8 real workers train digits with random delays, under the policies in turn. In every second run workers
 are killed (SIGKILL) at random moments and replaced, and the run is broken off by SIGTERM when they are back; the others
 go on to their end. Each is replayed in this process. Then the rate of small pushes with and without a trace is taken.
 The exit code is 1 if one replay differs.

@@ -3,7 +3,7 @@
     python benchmarks/server_kills.py [--server-kills 50] [--worker-kills 100] [--policy "k-async(k=2)"] [--servers 1]
         [--json]
 
-Digits are learned by real workers. The server, or any one of several, is killed (SIGKILL) whenever it has committed
+Real workers train digits. The server, or any one of several, is killed (SIGKILL) whenever it has committed
 something since it came back, workers in between; others take their places. Then the run is stopped by SIGTERM and
 replayed from its first step in this process: every push, and the hash of the parameters that each new server has found,
 must be equal to the last bit. No worker may have seen a version that a server did not find again, and every batch of

@@ -1,7 +1,7 @@
-"""What Ctrl-C does to a command: it ends the process at once, until there is something to tell or save before the end.
+"""Handles Ctrl-C: it ends the process at once, or becomes a request to stop where results must first be saved or shown.
 
-Python's own answer, an exception wherever the program stands, does not do while modules are imported: torch and numpy
-swallow it there, make another error of it, or abort.
+Python's own ``KeyboardInterrupt`` is unsuitable during imports: torch and numpy swallow it, turn it into another
+error, or abort.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHOW_CURSOR = "\r\x1b[K\x1b[?25h"  # on a line of its own: a progress bar may h
 
 
 def end_at_once(*_: object) -> NoReturn:
-    """Say so in one line and end the process, whatever it is doing."""
+    """Print "interrupted" and end the process, whatever it is doing."""
     with contextlib.suppress(OSError):
         os.write(2, f"{_SHOW_CURSOR if os.isatty(2) else ''}paceline: interrupted\n".encode())
     os._exit(INTERRUPTED)
@@ -27,9 +27,9 @@ def end_at_once(*_: object) -> NoReturn:
 
 @contextlib.contextmanager
 def answered(answer: Callable[..., Any], *signals: signal.Signals) -> Iterator[None]:
-    """Let these signals call ``answer`` inside the block; those that this process was started to ignore it ignores."""
-    heard = [number for number in signals if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, answer) for number in heard}
+    """Let these signals call ``answer`` inside the block; signals that the process ignores stay ignored."""
+    handled = [number for number in signals if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, answer) for number in handled}
     try:
         yield
     finally:
@@ -38,10 +38,10 @@ def answered(answer: Callable[..., Any], *signals: signal.Signals) -> Iterator[N
 
 
 class StopRequest:
-    """The first SIGINT or SIGTERM, kept in ``asked`` for a loop to grant at a good moment; the next interrupts at once.
+    """Turns the first SIGINT or SIGTERM into ``asked``, which a loop checks between steps; the next one interrupts.
 
-    It replaces Python's own handlers alone, from the first ``hear`` to the last ``leave``: a signal that the program
-    ignores or handles itself is left to it. Processes forked meanwhile have Python's handlers.
+    It replaces only Python's default handlers, from the first ``hear`` to the last ``leave``. Signals that the program
+    ignores or handles itself stay so. Processes forked in between have Python's handlers.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class StopRequest:
         self._process = os.getpid()
 
     def hear(self) -> None:
-        """Answer the signals from now on; each call wants a ``leave``."""
+        """Handle the signals from now on; each call needs a ``leave``."""
         self._hearers += 1
         if self._hearers == 1:
             self.asked = False
@@ -64,14 +64,14 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._answer)
 
     def leave(self) -> None:
-        """Put the handlers back, unless others still want to hear, or another has put in its own."""
+        """Restore the handlers after the last ``leave``; handlers that the program set since then stay."""
         self._hearers -= 1
         if self._hearers == 0 and threading.current_thread() is threading.main_thread():
             self._put_back()
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[Self]:
-        """Answer the signals inside the block."""
+        """Handle the signals inside the block."""
         self.hear()
         try:
             yield self
@@ -94,14 +94,14 @@ class StopRequest:
             self.asked = True
 
 
-OF_SESSIONS = StopRequest()  # one for all of a process: a signal means them all
+OF_SESSIONS = StopRequest()  # one for the process: a signal is meant for all its sessions
 
 
 class Interrupts:
-    """SIGINT and SIGTERM during a study; ``asked`` holds those that have come, for a loop to look at.
+    """SIGINT and SIGTERM during a study; ``asked`` holds the received ones, for a loop to check.
 
-    At first they end the process. While a loop runs that looks at ``asked``, only the second one breaks into what it
-    is doing. While the results are shown they change nothing any more.
+    At first a signal ends the process. During the loop, only the second one interrupts. While the results are shown,
+    signals have no effect.
     """
 
     def __init__(self) -> None:
@@ -110,17 +110,17 @@ class Interrupts:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Answer the signals inside the block."""
+        """Handle the signals inside the block."""
         with answered(self._answer, signal.SIGINT, signal.SIGTERM):
             try:
                 yield
             finally:
-                with contextlib.suppress(OSError):  # Python will try again, and tell
+                with contextlib.suppress(OSError):  # Python flushes again at exit, and reports the error
                     sys.stdout.flush()
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[Sequence[int]]:
-        """Run the loop in this block; gives ``asked``. What is behind the block shows the results."""
+        """Run the loop in this block, which gets ``asked``; the code after it shows the results."""
         self._stage = "loop"
         try:
             yield self.asked
@@ -128,7 +128,7 @@ class Interrupts:
             self.show_results()
 
     def show_results(self) -> None:
-        """Hold out from now on: this takes seconds, and nobody wants half of a table."""
+        """Ignore signals from now on, so that the results are shown whole."""
         self._stage = "results"
 
     def _answer(self, number: int, _: object) -> None:

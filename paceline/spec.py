@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 Value: TypeAlias = int | float | bool | str | tuple["Value", ...]
 T = TypeVar("T", bound="DataclassInstance")
 
-MAX_DEPTH = 32  # tuples inside tuples; keeps hostile text from exhausting the stack
+MAX_DEPTH = 32  # of nested tuples, so that no text can exhaust the stack
 
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 160  # what errors quote of longer input
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 160  # characters that errors quote
 _TOKEN = re.compile(r'\s*(?:(?P<bare>[\w.+-]+)|(?P<quoted>"(?:[^"\\]|\\.)*"?)|(?P<mark>\S)|\Z)', re.A | re.S)
 _WORD = re.compile(r"[A-Za-z][\w.-]*", re.A)
 _INT = re.compile(r"[+-]?[0-9]+")
 _FLOAT = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|inf|nan)", re.I)
 _QUOTED = re.compile(r'"(?:[^"\\]|\\["\\])*"')
-_RESERVED = ("true", "false", "inf", "nan")  # in any case; as text they need their quotes
+_RESERVED = ("true", "false", "inf", "nan")  # in upper or lower case; as text they need quotes
 
 
 def parse_call(text: str) -> tuple[str, dict[str, Value]]:
@@ -64,7 +64,7 @@ def print_call(name: str, values: Mapping[str, Value]) -> str:
 
 
 def from_spec(kind: str, table: Mapping[str, type[T]], text: str) -> T:
-    """Build the dataclass that ``text`` names in ``table``; errors call it a ``kind`` ("policy")."""
+    """Build the dataclass that ``text`` names in ``table``; errors call it a ``kind``, such as "policy"."""
     name, values = parse_call(text)
     if name not in table:
         raise unknown_name(kind, name, table)
@@ -262,7 +262,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def _fit(value: Any, wanted: Any) -> Any:
-    """Return the value as the wanted type; TypeError if it is not one."""
+    """Return the value as the wanted type; raise TypeError if it does not fit."""
     origin, arguments = get_origin(wanted), get_args(wanted)
     if wanted is Any or type(value) is wanted:
         return value
@@ -299,7 +299,7 @@ _PLAIN: dict[Any, tuple[str, Value]] = {
 
 
 def _describe(wanted: Any) -> str:
-    """Say in words which values fit, as in "a number or true or false"."""
+    """Describe the values that fit, as in "a number or true or false"."""
     arguments = get_args(wanted)
     if get_origin(wanted) is Literal:
         return "one of " + ", ".join(_print_value(choice) for choice in arguments)

@@ -1,4 +1,4 @@
-"""What is trained and how it is updated: the model, its optimizers, schedulers and scaler as one thing."""
+"""The model, its optimizers, schedulers and scaler as one value that is updated, saved and loaded together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 
 
 class Stateful(Protocol):
-    """Anything with the usual pair of methods, to be saved and resumed with the session."""
+    """Any object with ``state_dict`` and ``load_state_dict``, saved and resumed with the session."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -24,7 +24,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """A model and all that changes with it when a step is made."""
+    """A model, and everything that changes with it in a step."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
@@ -38,14 +38,14 @@ class TrainState:
             if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
                 optimizer.zero_grad()
                 continue
-            for parameter in parameters_of(optimizer):  # the same, and no preparing for a profiler
+            for parameter in parameters_of(optimizer):  # as zero_grad does, without its profiler record
                 parameter.grad = None
 
     def update(self, closure: Callable[[], Tensor] | None = None, *, clipped: bool = False) -> None:
-        """Make one step from the gradients that lie in the parameters, as a hand-written loop would.
+        """Make one step from the parameters' gradients, as a hand-written loop would.
 
-        An optimizer that evaluates the loss itself, such as LBFGS, gets them through ``closure`` instead.
-        ``clipped``: they are clipped already.
+        An optimizer that evaluates the loss itself, such as LBFGS, calls ``closure`` for them instead.
+        ``clipped``: the gradients are clipped already.
         """
         if closure is not None:
             self._update_by(closure)
@@ -85,7 +85,7 @@ class TrainState:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put everything back as it was; call ``mismatch`` first."""
+        """Load a saved state; call ``mismatch`` first."""
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -97,10 +97,10 @@ class TrainState:
             thing.load_state_dict(state["stateful"][name])
 
     def has_unsaved_scheduler(self) -> bool:
-        """Whether an optimizer has a scheduler that is not among what is saved, as far as can be told."""
+        """Whether an optimizer seems to have a scheduler that is not saved."""
         saved = [getattr(thing, "optimizer", None) for thing in (*self.schedulers, *self.stateful.values())]
         return any(
-            # torch's mark on an optimizer that was given to a scheduler
+            # torch sets this attribute when an optimizer is given to a scheduler
             hasattr(optimizer.step, "_wrapped_by_lr_sched") and not any(optimizer is known for known in saved)
             for optimizer in self.optimizers
         )
@@ -136,7 +136,7 @@ class TrainState:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All that an optimizer updates, in the order in which its state is numbered."""
+    """The parameters of an optimizer, in the order in which its state numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -23,7 +23,7 @@ from paceline.record.trace import Ended, Hashed, Record, Trace, TraceWriter
 from paceline.server.live import CommitSummary
 from paceline.sessions.worker import WorkerSession
 from paceline.train_state import TrainState
-from paceline.training.train import TrainConfig, build_scheduler, load_config_problem, loss_of, make_model, served_pace
+from paceline.training.train import TrainConfig, build_scheduler, load_config_problem, loss_of, make_model, server_pace
 from paceline.version import __version__
 
 HASH_EVERY = 7  # commits
@@ -107,10 +107,10 @@ def record(folder: Path, policy: str, *, workers: int = 3, **options: Any) -> Pa
     }
     (run / "config.json").write_text(json.dumps({**about, "train": dataclasses.asdict(config)}))
     trace = TraceWriter(run / "trace.bin", about)
-    served, *trainees = [_make_train_state(config, problem, workers) for _ in range(workers + 1)]
-    host = Recording(trace, served.model)
-    with Cluster(policy, served, workers=workers, host=host, seed=config.seed, trace=trace) as cluster:
-        cluster.run(trainees, lambda session, train_state: _train(session, train_state.model, config, problem))
+    server_state, *train_states = [_make_train_state(config, problem, workers) for _ in range(workers + 1)]
+    host = Recording(trace, server_state.model)
+    with Cluster(policy, server_state, workers=workers, host=host, seed=config.seed, trace=trace) as cluster:
+        cluster.run(train_states, lambda session, train_state: _train(session, train_state.model, config, problem))
         cluster.wait_for_end()
     host.hash()
     trace.append(Ended(True))
@@ -122,7 +122,7 @@ def _make_train_state(config: TrainConfig, problem: Problem, workers: int) -> Tr
     model, policy = make_model(config, problem), parse_policy(config.policy)
     assert isinstance(policy, ServerPolicy)
     optimizer = make_optimizer(config.optimizer or problem.recipe.optimizer, model.parameters())
-    scheduler = build_scheduler(config, problem, optimizer, served_pace(config, problem, policy, workers))
+    scheduler = build_scheduler(config, problem, optimizer, server_pace(config, problem, policy, workers))
     return TrainState(
         model=model,
         optimizers=[optimizer],

@@ -27,7 +27,7 @@ def supervised() -> Iterator[None]:
     reading, writing = os.pipe()
     reports.connect(writing)
     yield
-    reports.hang_up()
+    reports.disconnect()
     os.close(reading)
 
 

@@ -207,10 +207,10 @@ class Gossip(PeersPolicy):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"policy": "k-sync(k=9)"}, "needs 9 workers, and the run has 8"),
+        ({"policy": "k-sync(k=9)"}, "needs 9 workers, but the run has 8"),
         ({"policy": "k-async(k=0)"}, "k must be at least 1"),
         ({"policy": "ada-sync"}, "follows the loss.*--problem"),
-        ({"policy": Gossip()}, "gossip has no virtual form"),
+        ({"policy": Gossip()}, "gossip cannot be simulated"),
         ({"workers": 0}, "at least 1 worker, got 0"),
         ({"delay": "1-exp(2)"}, "cannot read the delay.*Examples"),
         ({"delay": "-1"}, "cannot read the delay.*Examples"),

@@ -25,7 +25,7 @@ TEXTS = [
 ]
 
 
-def pauses_of(text: str, *, unit: float = 1.0, seed: int = 0, worker: int = 3) -> list[float]:
+def delays_of(text: str, *, unit: float = 1.0, seed: int = 0, worker: int = 3) -> list[float]:
     injected_delays = InjectedDelays(text, unit, seed=seed, worker=worker)
     return [injected_delays.of_step(step) for step in range(STEPS)]
 
@@ -33,13 +33,13 @@ def pauses_of(text: str, *, unit: float = 1.0, seed: int = 0, worker: int = 3) -
 @pytest.mark.parametrize("text", TEXTS)
 def test_they_have_the_mean_of_the_delay(text: str) -> None:
     for worker in (0, 3):
-        found = pauses_of(text, worker=worker)
+        found = delays_of(text, worker=worker)
         error = statistics.stdev(found) / STEPS**0.5
         assert abs(statistics.fmean(found) - parse_delay(text).mean(worker)) <= 4 * error + 1e-12
 
 
 def test_they_are_independent_from_step_to_step() -> None:
-    found = pauses_of("exp(1)")
+    found = delays_of("exp(1)")
     assert len(set(found)) == STEPS
     assert abs(statistics.correlation(found[1:], found[:-1])) < 4 / STEPS**0.5
 
@@ -54,27 +54,27 @@ def test_they_depend_on_seed_worker_and_step_alone(text: str, seed: int, worker:
     first, second = (InjectedDelays(text, 0.5, seed=seed, worker=worker) for _ in range(2))
     found = {step: first.of_step(step) for step in steps}
     assert all(second.of_step(step) == found[step] for step in reversed(steps))
-    assert all(pause >= 0 for pause in found.values())
+    assert all(delay >= 0 for delay in found.values())
 
 
 def test_another_seed_or_worker_has_others() -> None:
-    runs = [pauses_of("exp(1)", seed=seed, worker=worker) for seed in (0, 1) for worker in (0, 1)]
-    assert len({pause for run in runs for pause in run}) == 4 * STEPS
+    runs = [delays_of("exp(1)", seed=seed, worker=worker) for seed in (0, 1) for worker in (0, 1)]
+    assert len({delay for run in runs for delay in run}) == 4 * STEPS
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_unit_scales_them(text: str) -> None:
-    assert pauses_of(text, unit=0.04) == pytest.approx([pause * 0.04 for pause in pauses_of(text)])
+    assert delays_of(text, unit=0.04) == pytest.approx([delay * 0.04 for delay in delays_of(text)])
 
 
 def test_a_slow_worker_is_as_much_slower_in_every_step() -> None:
-    plain, slow = pauses_of("1+exp(0.5)"), pauses_of("1+exp(0.5) slow(worker=3, factor=5)")
-    assert slow == pytest.approx([5 * pause for pause in plain])
+    plain, slow = delays_of("1+exp(0.5)"), delays_of("1+exp(0.5) slow(worker=3, factor=5)")
+    assert slow == pytest.approx([5 * delay for delay in plain])
 
 
 def test_times_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "times.txt").write_text("0.25\n0.5, 4\n")
-    assert set(pauses_of(f"measured({tmp_path / 'times.txt'})", unit=2.0)) == {0.5, 1.0, 8.0}
+    assert set(delays_of(f"measured({tmp_path / 'times.txt'})", unit=2.0)) == {0.5, 1.0, 8.0}
 
 
 def test_one_that_would_never_end_is_cut_to_what_can_be_waited() -> None:
@@ -82,7 +82,7 @@ def test_one_that_would_never_end_is_cut_to_what_can_be_waited() -> None:
 
 
 def test_failures_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"has fails\(worker=2, at=60\), but real workers are only held up; .*kill"):
+    with pytest.raises(UsageError, match=r"has fails\(worker=2, at=60\), but real workers can only be delayed; .*kill"):
         InjectedDelays("1+exp(0.5) slow(worker=3, factor=5) fails(worker=2, at=60)", 1.0, seed=0, worker=0)
 
 

@@ -164,7 +164,7 @@ def test_workers_whose_data_ends_early_go_along_without_weight(world: World, len
 
 
 def test_a_worker_without_any_data_is_told(world: World) -> None:
-    with pytest.raises(UsageError, match="gave no batch at all"):
+    with pytest.raises(UsageError, match="gave no batch, but"):
         world(2, lambda group: take(group, lambda rank: Counting(0, 3 * rank), batch_size=1))
 
 

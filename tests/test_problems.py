@@ -311,7 +311,7 @@ def test_a_model_can_be_chosen(name: str) -> None:
         ("charlm", "cnn", "'cnn' does not fit the problem 'charlm'; choose from gpt"),
         ("logistic", "cnn", "'cnn' does not fit the problem 'logistic'"),
         ("digits", "net4", "no model called 'net4'. Did you mean 'net3'"),
-        ("quadratic", "net1", "'quadratic' brings its own model; leave out --model net1"),
+        ("quadratic", "net1", "'quadratic' has its own model; leave out --model net1"),
     ],
 )
 def test_a_model_that_cannot_be(problem: str, model: str, reason: str, tiny_data: Path) -> None:
@@ -396,7 +396,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_users_problem_takes_no_model(user_file: Path) -> None:
-    with pytest.raises(UsageError, match=r"mine\.py' brings its own model; leave out --model cnn"):
+    with pytest.raises(UsageError, match=r"mine\.py' has its own model; leave out --model cnn"):
         load_problem(str(user_file), ProblemOptions(model="cnn"))
 
 

@@ -131,7 +131,7 @@ def test_other_data_is_told(run: Path, paceline: Any) -> None:
     assert f"the data is not that of the run: its first batch had the checksum {wrong.checksum:08x}" in ended.err
     rewrite(run, lambda old: [one._replace(num_samples=601) if isinstance(one, Described) else one for one in old])
     ended = paceline("replay", str(run))
-    assert ended.code == 1 and "it had 601 samples in batches of 16, and there are 600" in ended.err
+    assert ended.code == 1 and "it had 601 samples in batches of 16, but there are 600" in ended.err
 
 
 def test_a_machine_that_is_another_is_warned_of(run: Path, paceline: Any) -> None:
@@ -142,19 +142,19 @@ def test_a_machine_that_is_another_is_warned_of(run: Path, paceline: Any) -> Non
     assert ended.code == 0 and "equal to the last bit" in ended.out
     torch_line, processor_line, threads_line = ended.err.splitlines()
     assert (
-        torch_line == f"paceline: warning: torch is {torch.__version__} here, and was 1.0 in the run; bits may differ"
+        torch_line == f"paceline: warning: torch is {torch.__version__} here, but was 1.0 in the run; bits may differ"
     )
     assert "ABACUS" in processor_line and "1000000 threads a worker" in threads_line
     rewrite(run, lambda old: [one._replace(loss=1.0) if isinstance(one, Pushed) else one for one in old], threads=1)
     assert "note that torch is" in paceline("replay", str(run)).err.splitlines()[-1]
 
 
-def test_a_run_gone_on_with_under_other_options_is_warned_of(run: Path, paceline: Any) -> None:
+def test_a_run_resumed_with_other_options_is_warned_of(run: Path, paceline: Any) -> None:
     options = json.loads((run / "config.json").read_text())["train"]
     first = {**options, "clip_norm": 3.0, "epochs": 1, "run": "elsewhere"}
     rewrite(run, lambda old: old, command=["-m", "paceline", "train-worker", json.dumps(first)])
     ended = paceline("replay", str(run))
-    assert ended.code == 0 and "other options (clip-norm), and not" in ended.err
+    assert ended.code == 0 and "other options (clip-norm); the replay uses the last" in ended.err
 
 
 def test_until_stops_there_and_tells_the_hash(run: Path, paceline: Any) -> None:
@@ -169,7 +169,7 @@ def test_until_stops_there_and_tells_the_hash(run: Path, paceline: Any) -> None:
 def test_until_a_version_that_is_not_there(version: int, run: Path, paceline: Any) -> None:
     ended = paceline("replay", str(run), "--until", str(version))
     last = len(of_kind(run, Committed))
-    assert (ended.code, ended.err) == (2, f"paceline: the run has the versions 0 to {last}, and no version {version}\n")
+    assert (ended.code, ended.err) == (2, f"paceline: the run has the versions 0 to {last}, but no version {version}\n")
 
 
 def test_a_shell_has_what_there_is_to_see(run: Path, paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +211,12 @@ def test_the_trace_of_a_killed_server_is_replayed_as_far_as_it_goes(run: Path, p
     content = (run / "trace.bin").read_bytes()
     (run / "trace.bin").write_bytes(content[:-1])
     ended = paceline("replay", str(run))
-    assert ended.code == 0 and "equal to the last bit; the trace ends there, without the end of the run" in ended.out
+    assert ended.code == 0 and "equal to the last bit; the trace ends there, before the end of the run" in ended.out
 
 
 def test_what_is_no_run_or_has_no_trace(tmp_path: Path, run: Path, paceline: Any) -> None:
     ended = paceline("replay", str(tmp_path / "nowhere"))
-    assert ended.code == 2 and "is no run: replay wants the directory of one" in ended.err
+    assert ended.code == 2 and "is not a run: replay wants the directory of one" in ended.err
     (run / "trace.bin").unlink()
     ended = paceline("replay", str(run))
     assert ended.code == 2 and "has no trace.bin: only runs with a parameter server record one" in ended.err

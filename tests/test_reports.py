@@ -23,12 +23,12 @@ def reading() -> Iterator[int]:
     reading, writing = os.pipe()
     reports.connect(writing)
     yield reading
-    reports.hang_up()
+    reports.disconnect()
     os.close(reading)
 
 
 def received(reading: int) -> list[dict[str, Any]]:
-    reports.hang_up()
+    reports.disconnect()
     return _read_all(reading)
 
 
@@ -58,7 +58,7 @@ def test_a_supervisor_that_is_gone_is_no_error() -> None:
     reports.connect(writing)
     os.close(reading)
     reports.report("progress", step=1)
-    reports.hang_up()
+    reports.disconnect()
 
 
 def test_a_descriptor_that_is_not_a_pipe_is_left_alone(tmp_path: Any) -> None:
@@ -162,7 +162,7 @@ def test_threads_do_not_mix_their_lines(reading: int) -> None:
         sender.start()
     for sender in senders:
         sender.join()
-    reports.hang_up()
+    reports.disconnect()
     reader.join()
     assert {sender: [r["step"] for r in heard if r["sender"] == sender] for sender in range(4)} == {
         sender: list(range(20)) for sender in range(4)

@@ -356,7 +356,7 @@ def test_one_that_asks_again_has_given_up_its_step() -> None:
 def test_more_than_there_are_is_an_error_at_the_start(text: str) -> None:
     policy = parse_policy(text)
     assert isinstance(policy, ServerPolicy)
-    with pytest.raises(UsageError, match=r"a commit needs 9 workers, and the run has 8; use at most k0?=8"):
+    with pytest.raises(UsageError, match=r"a commit needs 9 workers, but the run has 8; use at most k0?=8"):
         policy.begin(8)
     assert len(policy.begin(9).members) == 9
 

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.launch import service, supervisor
 from paceline.launch.failures import SERVER
 from paceline.launch.service import ServerOptions
-from paceline.launch.streams import Screen
+from paceline.launch.streams import Output
 
 pytestmark = pytest.mark.processes
 
@@ -47,14 +47,14 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 @pytest.fixture(autouse=True)
 def _a_file_when_a_death_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts can wait for the file ``told-N``, N being the number of deaths told so far."""
-    write, told = Screen.write, iter(range(1, 100))
+    write, told = Output.write, iter(range(1, 100))
 
-    def write_and_touch(screen: Screen, name: Any, text: str) -> None:
-        write(screen, name, text)
+    def write_and_touch(output: Output, name: Any, text: str) -> None:
+        write(output, name, text)
         if text.startswith("paceline: "):
             (tmp_path / f"told-{next(told)}").touch()
 
-    monkeypatch.setattr(Screen, "write", write_and_touch)
+    monkeypatch.setattr(Output, "write", write_and_touch)
 
 
 def run(

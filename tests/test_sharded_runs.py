@@ -142,7 +142,10 @@ def test_the_command_and_a_worker_from_elsewhere(tmp_path: Path) -> None:
     [
         (["train", "--servers", "2"], "--servers wants a policy with a parameter server, found all-reduce"),
         (["run", "--servers", "0", "script.py"], "a run needs at least 1 server, got 0"),
-        (["run", "--servers", "2", "--join", "far:1", "script.py"], "--servers is for who starts the servers"),
+        (
+            ["run", "--servers", "2", "--join", "far:1", "script.py"],
+            "--servers is for the command that starts the servers",
+        ),
     ],
 )
 def test_mistakes(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

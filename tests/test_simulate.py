@@ -142,7 +142,7 @@ def test_a_target_never_reached_is_an_error_after_all_is_shown(simulate: Any) ->
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "policy": (["--policies", "k-snc(k=3)"], "Did you mean 'k-sync'"),
     "k of nothing": (["--policies", "k-sync(k=0)"], "k must be at least 1"),
-    "k of too many": (["--policies", "k-sync(k=9)"], "needs 9 workers, and the run has 8"),
+    "k of too many": (["--policies", "k-sync(k=9)"], "needs 9 workers, but the run has 8"),
     "a policy that follows the loss": (["--policies", "ada-sync"], "--problem digits"),
     "no policy": (["--policies", ","], "--policies is empty.*sync"),
     "delay": (["--delays", "1+exq(2)"], "cannot read the delay.*Examples"),
@@ -159,12 +159,12 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "problem": (["--problem", "digit"], "Did you mean 'digits'"),
     "target without problem": (["--target", "0.9"], "name the problem too"),
     "depth": (["--depth", "formule"], "Did you mean 'formula'"),
-    "formula of a problem": (["--depth", "formula", "--problem", "digits"], "formulas know no problem"),
+    "formula of a problem": (["--depth", "formula", "--problem", "digits"], "--depth formula does not train a problem"),
     "no formula": (["--depth", "formula", "--policies", "ssp(bound=1)"], "no formula is known for any"),
     "scaling": (["--scaling", "stron"], "Did you mean 'strong'"),
     "strong scaling of a problem": (
         ["--scaling", "strong", "--problem", "digits", "--examples", "8"],
-        "strong scaling is of times alone",
+        "strong scaling is for runs without a problem",
     ),
     "hosts": (["--hosts", "3"], "cannot be spread evenly over 3 hosts"),
     "too short for a commit": (["--problem", "logistic", "--seconds", "0.1"], "made no commit within 0.1 s"),
@@ -331,7 +331,7 @@ def test_ctrl_c_while_results_are_written_lets_them_be_written(simulate: Any, mo
     monkeypatch.setattr("paceline.studies.files.write_result", press)
     code, out, err = simulate("--json", "--commits", "5")
     assert code == 130 and len(json.loads(out)["rows"]) == 4
-    assert err == "paceline: interrupted when all had been measured; the results are whole\n"
+    assert err == "paceline: interrupted after all measurements; the results are complete\n"
     assert Path("simulation/plot.png").exists()
 
 

@@ -28,7 +28,7 @@ SGD = "sgd(lr=0.05, momentum=0.5)"
 BATCH = 16
 
 
-def course(problem: Problem | None = None, **changes: Any) -> TrainingPlan:
+def make_plan(problem: Problem | None = None, **changes: Any) -> TrainingPlan:
     settings: dict[str, Any] = {"optimizer": SGD, "batch_size": BATCH, "points": 4, **changes}
     return TrainingPlan(problem=problem or load_problem("logistic"), **settings)
 
@@ -36,15 +36,15 @@ def course(problem: Problem | None = None, **changes: Any) -> TrainingPlan:
 SIMULATED = sorted(name for name, kind in POLICIES.items() if issubclass(kind, AllReduce | ServerPolicy))
 
 
-def lesson(
+def training(
     policy: str, workers: int, *, seconds: float = 20, problem: Problem | None = None, **options: Any
 ) -> SimulatedTraining:
     scenario = Scenario(policy=policy, workers=workers, **{"delay": "1", **options})
-    return SimulatedTraining(scenario, course(problem), seconds=seconds)
+    return SimulatedTraining(scenario, make_plan(problem), seconds=seconds)
 
 
-def parameters(lesson: SimulatedTraining) -> Tensor:
-    model = lesson._learning.model
+def parameters(training: SimulatedTraining) -> Tensor:
+    model = training._work.model
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -67,14 +67,14 @@ def by_hand(problem: Problem, batch_size: int, steps: int, seed: int = 0) -> Ten
 
 def test_one_worker_is_the_plain_loop_bit_for_bit() -> None:
     for policy in ("async", "sync", "k-batch-async(k=1)", "all-reduce"):
-        one = lesson(policy, 1)
+        one = training(policy, 1)
         one.finish()
         assert torch.equal(parameters(one), by_hand(load_problem("logistic"), BATCH, 20))
 
 
 @pytest.mark.parametrize("policy", ["sync", "all-reduce", "k-sync(k=4)", "k-async(k=4)", "k-batch-sync(k=4)"])
 def test_all_together_are_one_on_the_joined_batch(policy: str) -> None:
-    four = lesson(policy, 4)
+    four = training(policy, 4)
     four.finish()
     expected = by_hand(load_problem("logistic"), 4 * BATCH, 20)
     assert torch.allclose(parameters(four), expected, rtol=1e-5, atol=1e-7)
@@ -108,7 +108,7 @@ def test_the_same_seed_gives_the_same_bytes(name: str) -> None:
     policy = {"ssp": "ssp(bound=1)", "ada-sync": "ada-sync(window=2)"}.get(name, name)
     policy = f"{name}(k=3)" if name.startswith("k-") else policy
     options: dict[str, Any] = {"delay": "1+exp(1)", "problem": dropout_problem()}
-    runs = [lesson(policy, 4, seed=seed, **options) for seed in (5, 5, 6)]
+    runs = [training(policy, 4, seed=seed, **options) for seed in (5, 5, 6)]
     for run in runs:
         run.finish()
         torch.randn(7)  # what others draw meanwhile does not matter
@@ -143,17 +143,17 @@ def dropout_problem() -> Problem:
 
 
 def test_awkward_models_learn() -> None:
-    run = lesson("k-async(k=2)", 4, seconds=60, problem=dropout_problem())
-    before = [buffer.clone() for buffer in run._learning.model.buffers()]
+    run = training("k-async(k=2)", 4, seconds=60, problem=dropout_problem())
+    before = [buffer.clone() for buffer in run._work.model.buffers()]
     run.finish()
     curve = run.outcome().curve
     assert curve[-1].loss < 0.5 * curve[0].loss
-    after = list(run._learning.model.buffers())
+    after = list(run._work.model.buffers())
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 def test_k_batch_sync_goes_on_with_what_it_has() -> None:
-    fast = lesson("k-batch-sync(k=3)", 2, delay="1 factors(1, 2)", seconds=2)
+    fast = training("k-batch-sync(k=3)", 2, delay="1 factors(1, 2)", seconds=2)
     fast.finish()
     # At 2: worker 1's first batch and worker 0's second complete the three, all on the first parameters.
     assert fast.outcome().run.staleness_histogram == {0: 3}
@@ -161,28 +161,28 @@ def test_k_batch_sync_goes_on_with_what_it_has() -> None:
 
 
 def test_the_batch_of_a_failed_worker_is_computed_by_another() -> None:
-    run = lesson("k-sync(k=2)", 3, delay="1 fails(worker=1, at=0)", seconds=12, notice=3.0)
+    run = training("k-sync(k=2)", 3, delay="1 fails(worker=1, at=0)", seconds=12, notice=3.0)
     run.finish()
     # Worker 1 is sent batches until it is found out. All are committed, given back, or with the two that are left.
-    queue, found = run._learning._queue, run.outcome().run
+    queue, found = run._work._queue, run.outcome().run
     assert found.pushes == 24 and found.cancelled == 0
     assert queue._next == found.pushes + len(queue._returned) + 2
 
 
 def test_the_curve_has_its_times() -> None:
-    found = simulate_training(Scenario(policy="sync", workers=2, delay="3"), course(points=5), seconds=20)
+    found = simulate_training(Scenario(policy="sync", workers=2, delay="3"), make_plan(points=5), seconds=20)
     assert [point.seconds for point in found.curve] == [0, 4, 8, 12, 16, 20]
     assert [point.commits for point in found.curve] == [0, 1, 2, 4, 5, 6]
     assert found.curve[-1].loss < found.curve[0].loss
     dense = simulate_training(
-        Scenario(policy="sync", workers=2, delay="3"), course(points=4, dense_start=True), seconds=16
+        Scenario(policy="sync", workers=2, delay="3"), make_plan(points=4, dense_start=True), seconds=16
     )
     assert [point.seconds for point in dense.curve] == [0, 1, 4, 9, 16]
 
 
 def test_time_to_a_target() -> None:
     problem = load_problem("logistic")
-    found = simulate_training(Scenario(policy="async", workers=2, delay="1"), course(problem, points=20), seconds=60)
+    found = simulate_training(Scenario(policy="async", workers=2, delay="1"), make_plan(problem, points=20), seconds=60)
     reached = found.time_to(problem, 0.8)
     assert reached is not None and 0 < reached < 60
     assert found.time_to(problem, 1.1) is None
@@ -198,14 +198,14 @@ def test_adaptive_k_follows_the_loss() -> None:
 
 
 def test_bytes_are_those_of_the_model() -> None:
-    run = lesson("async", 2)
+    run = training("async", 2)
     run.finish()
-    assert run._learning.nbytes == 4 * 33
+    assert run._work.nbytes == 4 * 33
     assert run.outcome().run.bytes_in == run.outcome().run.pushes * 4 * 33
 
 
 def test_what_is_known_in_the_middle() -> None:
-    run = lesson("async", 2)
+    run = training("async", 2)
     run._cluster.run(commits=3)
     assert run.outcome().run.commits == 3
     assert isinstance(run.outcome(), TrainingOutcome)
@@ -214,11 +214,11 @@ def test_what_is_known_in_the_middle() -> None:
 
 def test_mistakes() -> None:
     with pytest.raises(UsageError, match="batch size must be at least 1"):
-        course(batch_size=0)
+        make_plan(batch_size=0)
     with pytest.raises(UsageError, match="LBFGS"):
         GradientWork(load_problem("logistic"), 2, optimizer="lbfgs", batch_size=8, times=(0.0,), adds_up=True, seed=0)
     with pytest.raises(UsageError, match="seconds must be above 0"):
-        lesson("async", 2, seconds=-1)
+        training("async", 2, seconds=-1)
 
 
 # The queue of batches ---------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ def test_a_process_group_meets_through_our_store_on_the_loopback_only(bench: Ben
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "worker 1 was killed by SIGKILL", marks=pytest.mark.soak),
     ],
 )
-def test_the_culprit_in_a_process_group(bench: Bench, ending: str, message: str) -> None:
+def test_the_first_failure_in_a_process_group_is_shown(bench: Bench, ending: str, message: str) -> None:
     ended = bench.run(
         f"""
         import torch

@@ -103,7 +103,7 @@ def test_any_changed_byte_is_an_error_that_names_the_block(
     content[changed] ^= data.draw(st.integers(1, 255))
     file.write_bytes(content)
     if changed < len(MAGIC):
-        wanted = "is no trace"
+        wanted = "is not a trace"
     else:
         block = max(number for number, end in enumerate(ends) if end <= changed)
         wanted = f"block {block}, which begins at byte {ends[block]}, does not match its checksum"
@@ -212,7 +212,7 @@ def test_the_last_good_version_is_told(file: Path) -> None:
 def test_a_record_of_no_known_kind_is_an_error(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(traced._PACKERS, Joined, (b"\xc8", traced._PACKERS[Joined][1]))
     write(file, [[Joined(0, 0, 0.0)]])
-    with pytest.raises(TraceError, match=r"block 1, .* holds a record that is none, of kind 200"):
+    with pytest.raises(TraceError, match=r"block 1, .* holds a record of the unknown kind 200"):
         Trace(file)
 
 
@@ -237,5 +237,5 @@ def test_no_file_and_another_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"cannot read the trace .*nothing.bin: No such file"):
         Trace(tmp_path / "nothing.bin")
     (tmp_path / "other.bin").write_bytes(b"something else")
-    with pytest.raises(TraceError, match=r"is no trace: it begins with b'somethin'"):
+    with pytest.raises(TraceError, match=r"is not a trace: it begins with b'somethin'"):
         Trace(tmp_path / "other.bin")

@@ -37,7 +37,7 @@ def test_weight_decay_is_part_of_the_trade_off() -> None:
     assert floors[0] < floors[1]  # type: ignore[operator]
 
 
-def learned(policy: str, losses: list[float]) -> TrainingOutcome:
+def outcome_of(policy: str, losses: list[float]) -> TrainingOutcome:
     """A run whose test loss was looked at once a second."""
     run = simulate(Scenario(policy=policy, workers=2, delay="1"), commits=1)
     curve = [Point(seconds=at, commits=at, loss=loss, value=1 - loss) for at, loss in enumerate(losses)]
@@ -45,12 +45,12 @@ def learned(policy: str, losses: list[float]) -> TrainingOutcome:
 
 
 def test_a_fall_is_read_off_its_curve() -> None:
-    fall = fall_of(learned("sync", [2.0, 1.5, 0.7, 0.8, 0.9, 0.5, 0.4, 0.6, 0.3, 0.1, 0.2]))
+    fall = fall_of(outcome_of("sync", [2.0, 1.5, 0.7, 0.8, 0.9, 0.5, 0.4, 0.6, 0.3, 0.1, 0.2]))
     assert fall.halved == pytest.approx(1 + 0.5 / 0.8)  # on the line from 1.5 to 0.7
     assert fall.before == pytest.approx(0.5)
     assert fall.floor == pytest.approx(0.2)
     assert fall.value == pytest.approx(0.8)
-    never = fall_of(learned("async", [2.0, 1.5, math.nan]))
+    never = fall_of(outcome_of("async", [2.0, 1.5, math.nan]))
     assert never.halved is None and never.floor is None
 
 
@@ -69,7 +69,7 @@ def test_the_order_is_told_only_where_there_is_one() -> None:
         [low, dataclasses.replace(between, floor=0.5), high],  # one above async
     ):
         assert order_of(wrong)[0].startswith("The order does not hold")
-    assert "cannot be told: async did not" in order_of([low, Fall(policy="async", floor=0.4)])[0]
+    assert "is unknown: async did not" in order_of([low, Fall(policy="async", floor=0.4)])[0]
     assert order_of([low, between]) == []
 
 

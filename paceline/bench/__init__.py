@@ -1,4 +1,4 @@
-"""What ``paceline bench`` measures on this machine, one module each, and the one table of them."""
+"""The measurements of ``paceline bench``: one module each, and the table of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.bench import collectives, server, step
 from paceline.bench.measuring import Row, be_worker, read_rows, result_file
 from paceline.launch.supervisor import supervise
 
-# By name: what each worker does with the options, with all the others.
+# By name: the function that every worker calls with the options, all together.
 BENCHES: dict[str, Callable[..., list[Row]]] = {
     "collectives": collectives.measure,
     "step": step.measure,
@@ -30,5 +30,5 @@ def run_bench(name: str, workers: int, **options: Any) -> list[Row]:
 
 
 def be_bench_worker(name: str, options: str, file: str) -> None:
-    """Be one of those workers."""
+    """Run one worker of ``run_bench``."""
     be_worker(lambda: BENCHES[name](**json.loads(options)), file, backend="paceline")

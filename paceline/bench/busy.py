@@ -1,4 +1,4 @@
-"""Busy loops beside a measurement: processes that want a core all the time, as other programs of the host do."""
+"""Busy loops during a measurement: processes that use a core all the time, like other programs of the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from paceline.errors import UsageError
 
-# It ends when its parent has, however that ended; so nothing of it is left after Ctrl-C or a kill.
+# It ends when its parent has ended, so nothing is left behind after Ctrl-C or a kill.
 LOOP = """
 import os, sys
 while os.getppid() == int(sys.argv[1]):
@@ -21,7 +21,7 @@ while os.getppid() == int(sys.argv[1]):
 
 @contextlib.contextmanager
 def busy_loops(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run this many loops inside the block; they have ended when it is left."""
+    """Run this many loops inside the block, and end them after it."""
     if count < 0:
         raise UsageError(f"--busy must be at least 0, got {count}")
     loops: list[subprocess.Popen[bytes]] = []
@@ -37,6 +37,6 @@ def busy_loops(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # In a session of its own: the kernel shares the cores among sessions first, and workers have their own too.
+    # In its own session: the kernel first divides the cores among sessions, and workers have their own too.
     command = [sys.executable, "-I", "-S", "-c", LOOP, str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

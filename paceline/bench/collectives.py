@@ -1,12 +1,12 @@
-"""How long an all-reduce takes on this host: our backend of ``torch.distributed`` against Gloo, in one run.
+"""Times an all-reduce on this host: our backend of ``torch.distributed`` against Gloo, in one run.
 
-All of them are called through ``torch.distributed``, synchronously, on float32 sums (MPI, if it is there, by mpi4py in
-a run of its own). They take turns, each a block of calls at a time; a barrier before each call keeps waiting for a late
-rank out of the times, which are medians on rank 0. ``hot`` buffers are reduced again and again; before each call with
-``cold`` ones every rank writes 64 MB of something else.
+All ways are synchronous float32 sums through ``torch.distributed`` (MPI, if installed, through mpi4py in a separate
+run). They take turns, a block of calls each. A barrier before each call keeps the wait for late ranks out of the times,
+which are medians on rank 0. ``hot`` buffers are reduced repeatedly; before each call with ``cold`` buffers every rank
+writes 64 MB of other memory.
 
-An all-reduce of N bytes on P ranks must read and write at least P x N bytes each. ``bandwidth_share`` is the time that
-takes all ranks copying buffers of that size at the same time, over the time of the all-reduce.
+An all-reduce of N bytes on P ranks must read at least P x N bytes and write as many. ``bandwidth_share`` is the time in
+which all ranks at once copy buffers of that size, over the time of the all-reduce.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.bench.measuring import Row
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (4 * KB, 64 * KB, MB, 25 * MB, 100 * MB)
-_SWEPT = 64 * MB  # writing this much leaves nothing else in the cache
+_SWEPT = 64 * MB  # writing this much evicts everything else from the cache
 
 _TURNS = 3
 
@@ -36,7 +36,7 @@ Way = Callable[[], object]
 
 
 def measure(sizes: Sequence[int], seconds: float) -> list[Row]:
-    """Measure every size, spending about so many seconds on each way; called on all ranks of the default group."""
+    """Measure every size for about ``seconds`` per way; called on all ranks of the default group."""
     gloo = dist.new_group(backend="gloo")
     sweep = torch.zeros(_SWEPT // 4)
     return [
@@ -76,12 +76,12 @@ def _take_turns(ways: dict[str, Way], sweep: Tensor | None, seconds: float) -> d
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(_TURNS):
         for name, way in ways.items():
-            times[name] += [_timed(way, sweep) for _ in range(calls[name] + 2)][2:]  # two to get warm
+            times[name] += [_timed(way, sweep) for _ in range(calls[name] + 2)][2:]  # two warm-up calls
     return times
 
 
 def _agreed_calls(way: Way, sweep: Tensor | None, seconds: float) -> int:
-    """As many as the slowest rank thinks will take that long, after a first look."""
+    """The number of calls that take about ``seconds``, as estimated by the slowest rank after a few calls."""
     _timed(way, sweep)
     start = time.perf_counter()
     _timed(way, sweep)
@@ -121,7 +121,7 @@ if world.rank == 0:
 
 
 def measure_mpi(ranks: int, sizes: Sequence[int]) -> list[float] | None:
-    """The same by MPI with hot buffers, medians in microseconds; None if there is no mpi4py or no mpiexec."""
+    """Measure MPI with hot buffers: medians in microseconds; None without mpi4py or mpiexec."""
     if importlib.util.find_spec("mpi4py") is None or shutil.which("mpiexec") is None:
         return None
     command = ["mpiexec", "-n", str(ranks), sys.executable, "-c", _MPI_PROGRAM, json.dumps(list(sizes)), "20"]

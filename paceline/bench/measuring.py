@@ -1,4 +1,4 @@
-"""What ``paceline bench`` and the scripts in ``benchmarks/`` share: their arguments, their workers, their tables."""
+"""Code shared by ``paceline bench`` and the scripts in ``benchmarks/``: arguments, workers, results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def arguments_of(document: str, models: Sequence[str]) -> argparse.ArgumentParse
 
 
 def run_workers(count: int) -> list[Row]:
-    """Run this script, with its own arguments, on local workers; give the rows that worker 0 found."""
+    """Run this script, with its own arguments, on local workers; return the rows of worker 0."""
     with result_file() as file:
         code = supervise([*sys.argv, "--worker", str(file)], workers=count)
         if code != 0:
@@ -45,7 +45,7 @@ def run_workers(count: int) -> list[Row]:
 
 @contextlib.contextmanager
 def result_file() -> Iterator[Path]:
-    """A place for worker 0 to write what it found."""
+    """A temporary file for the rows of worker 0."""
     with tempfile.TemporaryDirectory(prefix="paceline-benchmark-") as directory:
         yield Path(directory) / "rows.json"
 
@@ -56,9 +56,9 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def be_worker(measure: Callable[[], list[Row]], file: str | Path, backend: str = "gloo") -> None:
-    """Be one of the workers: measure with the others, and if worker 0, write the rows down."""
+    """Run one of the workers: measure with the others; worker 0 writes the rows."""
     torch.set_num_threads(1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Gloo talks on stdout, where only results should be
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Gloo prints to stdout, which is for results
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     rows = measure()
     if dist.get_rank() == 0:
@@ -68,7 +68,7 @@ def be_worker(measure: Callable[[], list[Row]], file: str | Path, backend: str =
 
 
 def median_seconds(step: Callable[[int], None], steps: int) -> float:
-    """Take ``steps`` steps, which are told their number, and give the median of their times."""
+    """Make ``steps`` steps, each called with its number, and return the median of their times."""
     seconds = []
     for number in range(steps):
         start = time.perf_counter()
@@ -78,5 +78,5 @@ def median_seconds(step: Callable[[int], None], steps: int) -> float:
 
 
 def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the ratios of times that were taken in the same round."""
+    """The median of the ratios of times of the same round."""
     return statistics.median(time / other for time, other in zip(times, others, strict=True))

@@ -1,9 +1,8 @@
-"""How long a worker's round trip to a parameter server takes: push a gradient, have it applied by SGD, pull parameters.
+"""Times a worker's round trip to a parameter server: push a gradient, apply it by SGD, pull the parameters.
 
-Two processes of one thread each, the worker and the server. Taking turns: our server through shared memory against
-``torch.distributed.rpc``, which sends the gradients and returns the parameters of a model with its own optimizer; then
-the same over loopback TCP, ours as between hosts of a trusted network and as between others (sealed), and rpc kept from
-sharing memory too.
+The worker and the server are two processes of one thread each. Our server through shared memory takes turns with
+``torch.distributed.rpc``, which sends the gradients and returns the parameters of a model with its own optimizer. Then
+the same over loopback TCP: ours in clear, as in a trusted network, and encrypted ("sealed"); rpc without shared memory.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SIZES = (4 * KB, MB, 25 * MB)
 LOCAL: dict[str, bool | None] = {"shared memory": None}
 OVER_TCP: dict[str, bool | None] = {"tcp, trusted": False, "tcp, sealed": True}  # whether it is encrypted
 _SERVER = 1  # its rank; the worker's is 0
-_TENSORS = 8  # that the parameters of more than a page are made of
+_TENSORS = 8  # of a model larger than a page
 
 
 def measure(sizes: Sequence[int], rounds: int, trips: int, over_tcp: bool) -> list[Row]:
@@ -54,7 +53,7 @@ def measure(sizes: Sequence[int], rounds: int, trips: int, over_tcp: bool) -> li
 
 
 def measure_recording(seconds: float, rounds: int) -> list[Row]:
-    """The same rate with and without a trace, taking turns; medians."""
+    """Measure the rate of small pushes with and without a trace, in turns; medians."""
     rates: dict[bool, list[float]] = {False: [], True: []}
     for number in range(rounds + 1):  # the first is for warming up
         for traced, found in rates.items():
@@ -71,7 +70,7 @@ def measure_recording(seconds: float, rounds: int) -> list[Row]:
 
 
 def measure_rate(seconds: float, *, traced: bool = False) -> list[Row]:
-    """How many small pushes a second all workers make together; called on ranks of which the last is the server."""
+    """Measure the small pushes per second of all workers together; called on all ranks, the last is the server."""
     server = dist.get_world_size() - 1
     address, token, memory = _agree_on_address(server)
     if dist.get_rank() == server:
@@ -99,7 +98,7 @@ def _agree_on_address(server: int) -> tuple[str, list[int], int]:
 
 
 def _opened(process: int, descriptor: int) -> int:
-    """The same file as another process of ours has open."""
+    """Open the file of another process's descriptor."""
     return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
 
 
@@ -160,7 +159,7 @@ def _set_gradients(model: nn.Module) -> None:
 
 
 class _Worker:
-    """A worker of our server, whose address comes from the other rank."""
+    """A worker of our server; the server's rank sends its address."""
 
     def __init__(self, size: int, sealed: bool | None) -> None:
         self._model = _model(size)
@@ -188,7 +187,7 @@ class _Worker:
 
 
 def _serve(size: int, ways: dict[str, bool | None]) -> list[Row]:
-    """Be the servers that the other rank compares; it is the one that has rows."""
+    """Run the servers that the worker's rank compares; only that rank has rows."""
     _ServerOfRpc.models[size] = _ServerOfRpc(size)
     threads = []
     for sealed in ways.values():
@@ -231,7 +230,7 @@ def _be_server(size: int, listener: Listener, memory: int, workers: int = 1, tra
 
 
 class _Host:
-    """A host that keeps nothing."""
+    """A host that records and saves nothing."""
 
     def rate(self) -> float:
         return 0.1
@@ -250,7 +249,7 @@ class _Host:
 
 
 def _shared_numbers(numbers: list[int], server: int = _SERVER) -> list[int]:
-    """The numbers of the server's rank, on all."""
+    """Broadcast the numbers of the server's rank to all."""
     tensor = torch.tensor(numbers)
     dist.broadcast(tensor, server)
     return [int(number) for number in tensor.tolist()]
@@ -274,7 +273,7 @@ class _ServerOfRpc:
 
 
 def step_by_rpc(size: int, gradients: list[Tensor]) -> list[Tensor]:
-    """Apply gradients on the server and give its parameters; called by name from the other process."""
+    """Apply gradients on the server and return its parameters; the worker calls it through rpc."""
     return _ServerOfRpc.models[size].step(gradients)
 
 

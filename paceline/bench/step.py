@@ -1,9 +1,9 @@
-"""What exchanging gradients costs: ours and PyTorch's DDP against a step with only a barrier, on two workers.
+"""Measures the cost of exchanging gradients: ours and PyTorch's DDP against a step with only a barrier, on two workers.
 
-One run, the same two processes of one thread each, the same data and optimizer: the ways take turns in rounds, each
-on a copy of the model of its own. A way's time is the median over the rounds of its median step; ratios are taken
-round by round, and their median given: ``over_barrier`` against a step with a barrier instead of the exchange,
-``over_gloo`` against PyTorch's DDP on Gloo; below 1 is faster.
+One run has two processes of one thread each, with the same data and optimizer. The ways take turns in rounds, each
+on its own copy of the model. A way's time is the median over the rounds of its median step. Ratios are medians of the
+ratios of each round: ``over_barrier`` against a step with a barrier instead of the exchange, ``over_gloo`` against
+PyTorch's DDP on Gloo; below 1 is faster.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def all_ways(workload: Workload, gloo: dist.ProcessGroup, sessions: contextlib.E
 def by_hand(
     workload: Workload, wrap: Callable[[nn.Module], nn.Module], before_update: Callable[[], object] = lambda: None
 ) -> Step:
-    """The loop as it is written with a wrapped model."""
+    """A step of a hand-written loop with a wrapped model."""
     model = wrap(workload.model())
     optimizer = optimizer_for(model)
 
@@ -95,11 +95,11 @@ def with_session(workload: Workload, group: dist.ProcessGroup | None, sessions: 
 
 
 def take_turns(ways: dict[str, Step], batches: list[Batch], rounds: int, steps: int) -> dict[str, list[float]]:
-    """The median step of every way in every round; a round before the first, for warming up, is not counted."""
+    """The median step of every way in every round, after a warm-up round that is not counted."""
     names = list(ways)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
-        first = number % len(names)  # each way follows each other equally often
+        first = number % len(names)  # another way begins each round
         for name in names[first:] + names[:first]:
             way = ways[name]
             dist.barrier()

@@ -1,4 +1,4 @@
-"""What the benchmarks train: models by name, each with its batch per worker and made-up data of the right shape."""
+"""The workloads of the benchmarks: models by name, each with its batch per worker and random data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, and how much data one worker gives it in one step."""
+    """A model and its batch size per worker and step."""
 
     make: Callable[[], nn.Module]
     input_shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Workload:
         return self.input_shape == CONTEXT
 
     def model(self) -> nn.Module:
-        """A fresh model, the same one every time and everywhere."""
+        """A new model with the same initial parameters on every call and worker."""
         torch.manual_seed(0)
         return self.make()
 
@@ -38,7 +38,7 @@ class Workload:
         return sum(p.numel() * p.element_size() for p in self.make().parameters()) / 1e6
 
     def examples(self, count: int, seed: int) -> Batch:
-        """Inputs and labels, which depend on nothing but the arguments."""
+        """Inputs and labels, which depend only on the arguments."""
         random = torch.Generator().manual_seed(seed)
         if self.reads_tokens:
             text = torch.randint(VOCABULARY, (count, CONTEXT[0] + 1), generator=random)
@@ -54,14 +54,14 @@ class Workload:
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of all benchmarks.
 
-    Its rate is small because rounding may tip a ReLU or max-pool whose inputs are nearly equal, and the difference then
-    grows by itself: at 0.02 the cnn is 3e-5 away after 20 steps if one process merely computes its batch in two halves.
+    Its rate is small, since rounding may flip a ReLU or max-pool whose inputs are nearly equal, and the difference then
+    grows: at 0.02 the cnn differs by 3e-5 after 20 steps if one process only computes its batch in two halves.
     """
     return torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
 
 
 def deep_mlp() -> nn.Module:
-    """Six square layers of 17 MB and a smaller one before them: 107 MB, so that every bucket cap makes a difference."""
+    """A smaller layer, then six square layers of 17 MB: 107 MB, so that every bucket cap makes a difference."""
     hidden = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 2048), nn.ReLU(), *hidden, nn.Linear(2048, 10))
 

@@ -4,8 +4,8 @@
     torch.distributed.init_process_group("paceline")
 
 Tensors in CPU memory go through shared memory. Those on other devices go to the backend that ``OTHER_DEVICES`` names,
-NCCL for CUDA. Ranks on several hosts are the matter of ``two_level.py``. If the compiled module is missing on one of
-them, all use Gloo, and rank 0 says so once.
+NCCL for CUDA. Ranks on several hosts use ``two_level.py``. If the compiled module is missing on one rank, all use
+Gloo, and rank 0 says so once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if native.available():
     from paceline.collectives.two_level import TwoLevelGroup
     from paceline.collectives.work import DONE, Announcer, Work
 
-# What torch.distributed's own groups do if they are given no options.
+# The defaults of torch.distributed's own groups.
 _ALLGATHER_OPTIONS = AllgatherOptions()
 _ALLREDUCE_COALESCED_OPTIONS = c10d.AllreduceCoalescedOptions()
 _ALLREDUCE_OPTIONS = c10d.AllreduceOptions()
@@ -50,7 +50,7 @@ _SCATTER_OPTIONS = c10d.ScatterOptions()
 
 
 def create(opts: Any, options: Any) -> Any:
-    """Make a group, as ``torch.distributed`` asks for it; the result is a process group, or a Gloo backend."""
+    """Make a group for ``torch.distributed``; the result is a process group, or a Gloo backend."""
     if options is not None and opts.group_rank == 0:
         _tell_once(f"backend {NAME!r} has no options, and ignores the {type(options).__qualname__} of pg_options")
     where = opts.store, opts.group_rank, opts.group_size, opts.timeout
@@ -71,12 +71,12 @@ def _tell_once(text: str) -> None:
 
 
 def _hosts(opts: Any) -> list[str]:
-    """Which host each rank is on, or behind an exclamation mark why it cannot share memory."""
+    """The host of each rank; or an exclamation mark and the reason why it cannot share memory."""
     keys = [f"host/{rank}" for rank in range(opts.group_size)]
     opts.store.set(keys[opts.group_rank], host_identity() if native.available() else f"!{native.reason()}")
     try:
         opts.store.wait(keys, opts.timeout)
-    except RuntimeError as error:  # which it is depends on the store
+    except RuntimeError as error:  # the exact type depends on the store
         missing = [rank for rank, key in enumerate(keys) if not opts.store.check([key])]
         raise CommError(
             f"group {opts.group_id!r}: rank {opts.group_rank} timed out: it waited "
@@ -121,14 +121,14 @@ class ProcessGroup(PythonGroup):
     def __init__(
         self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str, part: Sequence[int] = ()
     ) -> None:
-        """``part`` are the group's ranks in the whole world, if it is but a part of it: messages name them."""
+        """``part`` has the group's ranks in the world, if it is only a part of it; messages name them."""
         super().__init__(store, rank, size, timeout, name)
         title = f"{name} (ranks {', '.join(map(str, part))})" if part else name
         self._shared = SharedGroup(store, rank, size, timeout=timeout.total_seconds(), name=title)
         self._announcer = Announcer(name)
 
     def shutdown(self) -> None:
-        """Leave the group; ranks that still wait for this one are told."""
+        """Leave the group; calls of ranks that still wait for this one fail."""
         self._shared.close()
         self._announcer.close()
         super().shutdown()
@@ -138,14 +138,14 @@ class ProcessGroup(PythonGroup):
     # Memory -------------------------------------------------------------------------------------------------------
 
     def allocate(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Make a tensor that ``all_reduce`` reduces where it lies; all ranks must ask for the same together."""
+        """Make a tensor that ``all_reduce`` reduces without a copy; all ranks must make the same call together."""
         if count < 0:
             raise UsageError(f"allocate: wanted a number of elements, got {count}")
         memory = memoryview(self._shared.allocate(max(1, count) * dtype.itemsize))
         return torch.frombuffer(memory, dtype=dtype)[:count]
 
     def has_spare_cores(self) -> bool:
-        """Whether the host has more cores than the ranks' threads use: then asynchronous calls take none from them."""
+        """Whether the host has more cores than the ranks' threads use, so that asynchronous calls run beside them."""
         return len(os.sched_getaffinity(0)) > self._size * torch.get_num_threads()
 
     # Reductions ---------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class ProcessGroup(PythonGroup):
     def _reduce_scatter_unevenly(
         self, output: Tensor, pieces: list[Tensor], op: str, later: bool
     ) -> tuple[list[Ticket | None], list[Staged]]:
-        """One reduction for each piece, to the rank that gets it."""
+        """Make one reduction per piece, to the rank that gets it."""
         parts = [Staged(piece, reduction=op, read=True) for piece in pieces]
         target = Staged(output, reduction=op)
         with torch.no_grad():
@@ -293,7 +293,7 @@ class ProcessGroup(PythonGroup):
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = _ALLGATHER_OPTIONS
     ) -> Work:
-        """As ``allgather``, but the lists are the other way round: for each rank, what it gave."""
+        """Like ``allgather``, but with one list of outputs per rank instead of per input."""
         return self.allgather([list(pieces) for pieces in zip(*outputs, strict=True)], inputs, opts)
 
     @_by_device
@@ -403,7 +403,7 @@ class ProcessGroup(PythonGroup):
         source, target = Staged(input, read=True), Staged(output)
         input_counts = row_counts(input, source.count, input_splits, self._size, "input")
         output_counts = row_counts(output, target.count, output_splits, self._size, "output")
-        # Also where this rank deals evenly: another one may not.
+        # Even if this rank's pieces are equal: those of another may not be.
         ticket = self._shared.all_to_all_uneven(
             _addresses(source, input_counts),
             input_counts,
@@ -472,7 +472,7 @@ class ProcessGroup(PythonGroup):
     def _check_pieces(
         self, what: str, role: str, pieces: Sequence[Tensor], other: Tensor, *, uneven: bool = False
     ) -> None:
-        """Refuse a list of the wrong length or type; if ``uneven``, only this rank's piece must have the size."""
+        """Refuse a list of the wrong length or type; if ``uneven``, only this rank's piece must have the right size."""
         if len(pieces) != self._size:
             raise UsageError(f"{what}: wanted one {role} per rank ({self._size}), got {len(pieces)}")
         fitting = [pieces[self._rank]] if uneven else pieces
@@ -490,7 +490,7 @@ class ProcessGroup(PythonGroup):
 
 
 def _addresses(part: Staged, counts: Sequence[int]) -> list[int]:
-    """Where each rank's elements begin."""
+    """The addresses at which each rank's elements begin."""
     width = part.dense.element_size()
     starts = [0]
     for count in counts[:-1]:

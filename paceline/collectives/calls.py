@@ -1,4 +1,4 @@
-"""Calls that wait for the network, one after the other, on a thread that nobody has to wait for."""
+"""Runs calls that wait for the network one after the other, on a thread that may be abandoned."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _A_MOMENT = 0.5  # seconds
 
 
 class Calls:
-    """Runs functions in the order of ``submit``, until one fails; all others then fail as it did.
+    """Runs functions in the order of ``submit`` until one fails; all later ones then fail with the same error.
 
-    Unlike an executor's, the thread may be left alone with a call that takes long, when the group is closed or the
-    process ends. At its own end it calls ``at_end``.
+    Unlike an executor's, the thread may be abandoned in a long call when the group is closed or the process ends. When
+    the thread ends it calls ``at_end``.
     """
 
     def __init__(self, name: str, at_end: Callable[[], None]) -> None:
@@ -44,8 +44,8 @@ class Calls:
         return future
 
     def fail(self, failure: BaseException) -> None:
-        """End all calls with this failure, also the one under way, whose thread may still be busy with it."""
-        if os.getpid() != self._process:  # forked: the thread is not here, and may have had the lock
+        """Fail all calls with this error, also the one under way, whose thread may still be busy."""
+        if os.getpid() != self._process:  # forked: the thread does not exist here, and may have held the lock
             return
         with self._changed:
             self._failure = self._failure or failure

@@ -4,12 +4,12 @@
     group.all_reduce(array.ctypes.data, array.size, "float32", "sum")
 
 Every method takes addresses and numbers of elements. With ``async_=True`` it returns a ``Ticket`` at once, and the
-memory must stay valid until the ticket is done: pass its owner as ``keep``. Calls run in the order in which they were
-made, on the calling thread or, if asynchronous, on a native one; the interpreter's lock is free meanwhile. Reductions
-fold the ranks in order, so all ranks get the same bits, in every run.
+memory must stay valid until the ticket is done: pass its owner as ``keep``. Calls run in order, on the calling thread
+or, if asynchronous, on a native one, without the interpreter's lock. Reductions fold the ranks in order, so all ranks
+get the same bits in every run.
 
-A rank that dies, leaves or does something else makes the call fail on all others with a ``CommError`` that names it;
-the group is then broken, and every later call fails with the same message.
+If a rank dies, leaves or calls another collective, the call fails on all others with a ``CommError`` that names the
+rank. The group is then broken: every later call fails with the same message.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ALL_REDUCE = _KIND["all_reduce"]
 
 ANY_SOURCE = -1
 
-# One address for pieces that lie one behind the other, or one per rank.
+# One address for contiguous pieces, or one per rank.
 Pieces = int | Sequence[int]
 
 
@@ -61,29 +61,29 @@ class Ticket:
     def __init__(self, ticket: _core.Ticket, owner: list[object], *, is_message: bool) -> None:
         self._ticket = ticket
         self._owner = owner  # of the memory in use
-        self.is_message = is_message  # so calls made later may be done earlier
+        self.is_message = is_message  # later calls may then be done earlier
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is done, or ``timeout`` seconds have passed; say whether it is. Raise if it failed."""
+        """Wait until it is done, at most ``timeout`` seconds; return whether it is. Raise if it failed."""
         done = self._ticket.wait(-1.0 if timeout is None else max(0.0, timeout))
         if done:
             self._owner.clear()
         return done
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Whether it has succeeded or failed."""
         return self._ticket.done()
 
     @property
     def source(self) -> int:
-        """The rank a finished receive got its message from."""
+        """The rank that sent the message of a finished receive."""
         return self._ticket.source()
 
 
 class SharedGroup:
     """The ranks of one host that call the collectives together; ``name`` must be new in the store.
 
-    Messages call the ranks by ``numbers``, if they are part of a bigger group.
+    Errors name the ranks by ``numbers``, if they are part of a larger group.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class SharedGroup:
     # Collectives --------------------------------------------------------------------------------------------------
 
     def barrier(self, *, async_: bool = False) -> Ticket | None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called it."""
         return self._call("barrier", "uint8", 0, async_=async_)
 
     def all_reduce(
         self, address: int, count: int, dtype: str, op: str, *, async_: bool = False, keep: object = None
     ) -> Ticket | None:
-        """Reduce in place, on all ranks. Memory from ``allocate`` is not copied if all ranks pass the same place."""
-        # Without the general way of all others: this one is called for small tensors in tight loops.
+        """Reduce in place, on all ranks. Memory from ``allocate`` is not copied if all ranks pass the same offset."""
+        # Not through _call, which is slower: this is called for small tensors in tight loops.
         ticket = self._group.collective(
             _ALL_REDUCE,
             self._dtype(dtype),
@@ -163,7 +163,7 @@ class SharedGroup:
         async_: bool = False,
         keep: object = None,
     ) -> Ticket | None:
-        """Copy every rank's ``count`` elements to ``root``, the only one that needs ``outputs``."""
+        """Copy every rank's ``count`` elements to ``root``; only the root needs ``outputs``."""
         targets = self._pieces(outputs, count, dtype) if self.rank == root else None
         return self._call("gather", dtype, count, input, outputs=targets, root=root, async_=async_, keep=keep)
 
@@ -193,7 +193,7 @@ class SharedGroup:
     def all_to_all(
         self, inputs: Pieces, outputs: Pieces, count: int, dtype: str, *, async_: bool = False, keep: object = None
     ) -> Ticket | None:
-        """Give each rank its piece of everyone's ``inputs``, ``count`` elements each."""
+        """Give each rank its piece of every rank's ``inputs``, ``count`` elements each."""
         pieces, targets = self._pieces(inputs, count, dtype), self._pieces(outputs, count, dtype)
         return self._call("all_to_all", dtype, count, inputs=pieces, outputs=targets, async_=async_, keep=keep)
 
@@ -208,7 +208,7 @@ class SharedGroup:
         async_: bool = False,
         keep: object = None,
     ) -> Ticket | None:
-        """Like ``all_to_all`` with pieces of any sizes, in elements; they are checked against each other."""
+        """Like ``all_to_all`` with pieces of any sizes, in elements; the ranks' sizes must match."""
         width = SIZES[_known("dtype", dtype, _DTYPE)]
         return self._call(
             "all_to_all_uneven",
@@ -235,13 +235,13 @@ class SharedGroup:
         async_: bool = False,
         keep: object = None,
     ) -> Ticket | None:
-        """Send to one rank; done when the memory may be changed again, which need not mean that it has arrived."""
+        """Send to one rank; done when the memory may be changed again, perhaps before the message has arrived."""
         self._check_rank("receiver", to)
         sent = self._group.message(_KIND["send"], self._dtype(dtype), to, tag, count, address, async_)
         return self._keep(sent, keep, is_message=True) if isinstance(sent, _core.Ticket) else None
 
     def receive(self, address: int, count: int, dtype: str, source: int = ANY_SOURCE, *, tag: int = 0) -> int:
-        """Receive from one rank, or from whichever sends first with this tag; return which it was."""
+        """Receive from one rank, or from the first that sends with this tag; return the sender."""
         if source != ANY_SOURCE:
             self._check_rank("sender", source)
         return cast(int, self._group.message(_KIND["receive"], self._dtype(dtype), source, tag, count, address, False))
@@ -249,7 +249,7 @@ class SharedGroup:
     def receive_later(
         self, address: int, count: int, dtype: str, source: int = ANY_SOURCE, *, tag: int = 0, keep: object = None
     ) -> Ticket:
-        """Like ``receive``, but return at once; the ticket tells the source."""
+        """Like ``receive``, but return at once; the ticket has the source."""
         if source != ANY_SOURCE:
             self._check_rank("sender", source)
         ticket = self._group.message(_KIND["receive"], self._dtype(dtype), source, tag, count, address, True)
@@ -258,13 +258,13 @@ class SharedGroup:
     # Memory and the end -------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> _core.Region:
-        """Make memory that is reduced without a copy: ``nbytes`` on each rank, which all must ask for together.
+        """Make memory that is reduced without a copy: ``nbytes`` on each rank; all must make the same call together.
 
-        The result has the buffer interface (``numpy.frombuffer``, ``torch.frombuffer``) and ``address()``; it stays
-        valid as long as anything refers to it, also after ``close``.
+        The result has the buffer interface (``numpy.frombuffer``, ``torch.frombuffer``) and ``address()``. It stays
+        valid while it is referenced, even after ``close``.
         """
         if not 1 <= nbytes < 1 << 63:
-            raise UsageError(f"allocate: wanted at least one byte, and a number of 63 bits, got {nbytes}")
+            raise UsageError(f"allocate: wanted from 1 to 2**63 - 1 bytes, got {nbytes}")
         return self._group.allocate(nbytes, memory_objection(self.size, nbytes))
 
     def close(self) -> None:
@@ -321,7 +321,7 @@ class SharedGroup:
         return None if ticket is None else self._keep(ticket, keep, is_message=False)
 
     def _keep(self, ticket: _core.Ticket, owner: object, *, is_message: bool) -> Ticket:
-        """Hold on to the owner of the memory until the ticket is done, also if the caller forgets both."""
+        """Keep the owner of the memory until the ticket is done, even if the caller drops both."""
         owners = [owner]
         if owner is not None:
             with self._keeping:
@@ -350,7 +350,7 @@ class SharedGroup:
 
 
 def check_reduction(op: str, dtype: str) -> int:
-    """Refuse what cannot be reduced; return the reduction's number."""
+    """Return the reduction's number; raise if the type cannot be reduced."""
     number = _REDUCTION[_known("reduction", op, _REDUCTION)]
     if not _core.can_reduce(_DTYPE[_known("dtype", dtype, _DTYPE)], number):
         raise UsageError(f"{op} has no meaning for {dtype}; convert the tensor, or choose another reduction")

@@ -1,4 +1,4 @@
-"""Short texts as tensors of one size, so that ranks can tell each other what they are doing before they do it."""
+"""Short texts as tensors of a fixed size, so that ranks can compare their operations before they start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CUT = LENGTH - 1  # the last byte is always zero
 
 
 def packed(text: str) -> Tensor:
-    """The text as bytes, with zeros behind it; what is too long is cut."""
+    """The text as bytes, cut and padded with zeros to the fixed size."""
     return torch.frombuffer(bytearray(text.encode()[:_CUT].ljust(LENGTH, b"\0")), dtype=torch.uint8)
 
 
@@ -22,7 +22,7 @@ def unpacked(described: Tensor) -> str:
 
 
 def difference(texts: dict[int, str]) -> str:
-    """Name two ranks that say different things; empty if all say the same."""
+    """Name two ranks whose texts differ; empty if all are equal."""
     (first, said), *others = texts.items()
     for rank, text in others:
         if text != said:

@@ -1,4 +1,4 @@
-"""The leaders of several hosts: what each host is about to do is compared, then its sum goes over Gloo."""
+"""The leaders of several hosts: they compare their hosts' operations, then sum over Gloo."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from paceline.collectives.descriptions import LENGTH, difference, packed, unpacked
 
-# Gloo lacks these types, and adds up truth values as bytes. In wider types the low bits are the same.
+# Gloo lacks these types, and adds booleans as bytes. In wider types the low bits are the same.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _OF_TRUTH_VALUES = {"sum": "max", "product": "min"}
 _SIGN = -(1 << 63)
 
 
 class Leaders:
-    """The group of one rank of each host; ``ranks`` are their numbers in the whole."""
+    """A group of one rank of each host; ``ranks`` are their ranks in the whole group."""
 
     def __init__(self, store: c10d.Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
         self._ranks = ranks
@@ -28,7 +28,7 @@ class Leaders:
         self.others = [other for other in ranks if other != rank]
 
     def objection(self, described: str, trouble: str = "") -> str:
-        """Tell what this host does, or the trouble it has; return why the hosts cannot go on, empty if they can.
+        """Exchange this host's operation, or its error; return the reason why the hosts cannot go on, else empty.
 
         All leaders return the same.
         """
@@ -55,7 +55,7 @@ class Leaders:
             self._over_gloo(tensor, op)
 
     def _reduce_unsigned(self, bits: Tensor, op: str) -> None:
-        """Only the order of signed numbers differs: it starts at the other half."""
+        """Reduce unsigned numbers as signed ones; min and max flip the highest bit, since only the order differs."""
         shift = _SIGN if op in ("min", "max") else 0
         shifted = bits ^ shift
         self._over_gloo(shifted, op)
@@ -68,5 +68,5 @@ class Leaders:
 
 
 def gloo(store: c10d.Store, name: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """A Gloo group with its own names in the store."""
+    """A Gloo group with its own key prefix in the store."""
     return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, timeout)

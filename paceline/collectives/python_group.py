@@ -1,4 +1,4 @@
-"""What a process group written in Python must have, so that all of ``torch.distributed`` takes it for one."""
+"""The base of a process group written in Python: the methods that ``torch.distributed`` expects of a group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.collectives.register import NAME
 from paceline.errors import UsageError
 
 _CPU = torch.device("cpu")
-# By torch's numbers; looking up its enumeration itself takes longer than a small reduction.
+# By torch's numbers: a lookup by its enumeration takes longer than a small reduction.
 _REDUCTIONS = {
     int(getattr(dist.ReduceOp.RedOpType, name)): name.lower()
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -22,7 +22,7 @@ _REDUCTIONS = {
 
 
 def reduction_named(op: Any) -> str:
-    """Our name of one of torch's reductions."""
+    """Our name of a reduction of torch."""
     kind = getattr(op, "op", op)
     name = _REDUCTIONS.get(int(kind))
     if name is None:
@@ -36,25 +36,25 @@ def _nccl(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
     return c10d.ProcessGroupNCCL(c10d.PrefixStore("cuda", store), rank, size, options)
 
 
-# Who moves tensors of other devices; asked for only where the device is there.
+# Backends for tensors of other devices; made only if the device exists.
 OTHER_DEVICES: dict[str, tuple[Callable[[], bool], Callable[..., Any]]] = {
     "cuda": (lambda: torch.cuda.is_available() and dist.is_nccl_available(), _nccl),
 }
 
 
-# Its stubs list call forms that torch.distributed does not use, and that would make every method here an error.
+# Not typed: its stubs list call forms that torch.distributed does not use, and mypy would reject every method here.
 _TorchProcessGroup: Any = dist.ProcessGroup
 
 
 class NoBackendError(UsageError, RuntimeError):
-    """Nobody serves a device. torch expects the latter, where it tries one device after the other."""
+    """No backend for a device. It is a RuntimeError too, which torch expects when it tries several devices."""
 
 
 class PythonGroup(_TorchProcessGroup):  # type: ignore[misc]
-    """A group with a name, its own backend for tensors in CPU memory.
+    """A named group that is its own backend for tensors in CPU memory.
 
-    torch cannot put a process group written in Python beside another backend, so ours holds one of torch's for the
-    other devices, ``_elsewhere``, and dispatches itself.
+    torch cannot combine a process group written in Python with another backend. So this one holds a group of torch for
+    the other devices, ``_elsewhere``, and dispatches by device itself.
     """
 
     def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
@@ -100,7 +100,7 @@ class PythonGroup(_TorchProcessGroup):  # type: ignore[misc]
         return [_CPU, *(device for device in self._elsewhere._device_types if device != _CPU)]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The backend of a device; this object is its own for CPU."""
+        """The backend of a device; for the CPU this object itself."""
         if device.type == "cpu":
             return self
         if device.type not in {other.type for other in self._elsewhere._device_types}:

@@ -1,7 +1,7 @@
-"""Make ``torch.distributed`` know the backend ``"paceline"``, whichever of torch and this package is imported first.
+"""Registers the backend ``"paceline"`` with ``torch.distributed``, in whatever order torch and Paceline are imported.
 
-``import torch`` calls ``register`` too, by the entry point of group ``torch.backends``. It must be quick: all programs
-that use torch pay for it. It must not fail: ``import torch`` would.
+``import torch`` calls ``register`` too, through the entry point group ``torch.backends``. So it must be fast, since
+every program that uses torch pays for it, and must not raise, since ``import torch`` would fail.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TORCH = "torch.distributed"
 
 
 def register() -> None:
-    """Register now if torch is there, else as soon as it is: importing it here would cost the command seconds."""
+    """Register now if torch is imported, else when it is: importing it here would cost the command seconds."""
     if _TORCH in sys.modules:
         _register_with(sys.modules[_TORCH])
     elif not any(isinstance(finder, _TorchWatcher) for finder in sys.meta_path):
@@ -38,7 +38,7 @@ def _create(opts: Any, options: Any) -> Any:
 
 
 class _TorchWatcher(MetaPathFinder):
-    """Sees ``torch.distributed`` being imported, and registers right after."""
+    """Notices the import of ``torch.distributed``, and registers right after."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _TORCH:

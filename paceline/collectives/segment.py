@@ -1,7 +1,7 @@
-"""Bring the ranks of a group together on one host: one anonymous file in memory, handed out by rank 0.
+"""Connects the ranks of a group on one host: rank 0 makes an anonymous memory file and sends it to the others.
 
-Rank 0 listens on an abstract Unix socket, whose name the others learn from the store. It receives from each a
-descriptor of its process, by which its death can be noticed, and sends to each the file and all those descriptors.
+Rank 0 listens on an abstract Unix socket, whose name the others read from the store. Each rank sends a descriptor of
+its process (pidfd), by which the others notice its death. Rank 0 sends the file and all these descriptors to each.
 Nothing has a name in any file system, so nothing is left behind, however the ranks end.
 """
 
@@ -27,11 +27,11 @@ from paceline.native import _core
 # The kernel refuses more in one message.
 _DESCRIPTORS_PER_MESSAGE = 200
 _HELLO_BYTES = 256
-_LONGEST = 1e9  # seconds, 30 years; sockets and stores cannot count much further
+_LONGEST = 1e9  # seconds, 30 years; sockets and stores refuse much longer timeouts
 
 
 class Store(Protocol):
-    """What is needed of a ``torch.distributed.Store``; ``wait`` raises a ``RuntimeError`` when the time is up."""
+    """The used part of a ``torch.distributed.Store``; ``wait`` raises a ``RuntimeError`` on a timeout."""
 
     def set(self, key: str, value: str, /) -> object: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> object: ...
@@ -40,7 +40,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a rank gets: the group's file, one descriptor per rank's process, and the cores they share."""
+    """A rank's view of the group: its file, one process descriptor per rank, and the cores they share."""
 
     file: int
     life: list[int]
@@ -48,16 +48,16 @@ class Meeting:
 
 
 def host_identity() -> str:
-    """Name the host as these collectives see it: equal on two processes if they can share a group.
+    """The identity of this host: equal in two processes if they can share a group.
 
-    The network namespace is part of it, since that is where the socket's name lives; so is the user.
+    It includes the network namespace, to which the socket's name belongs, and the user.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/net:{Path('/proc/self/ns/net').stat().st_ino}/user:{os.getuid()}"
 
 
 def meet(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Meeting:
-    """Wait for all ranks, and give each its place. Keys in the store start with the group's name."""
+    """Wait for all ranks and connect them. Keys in the store start with the group's name."""
     with contextlib.ExitStack() as undo:
         try:
             own = os.pidfd_open(os.getpid())
@@ -104,8 +104,8 @@ def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: 
     )
     if greeting["host"] != host_identity():
         raise CommError(
-            f"group {name!r}: rank {rank} is not on the host of rank 0, or in another network namespace, or another "
-            f"user's; wanted {greeting['host']}, found {host_identity()}. Use another backend between hosts."
+            f"group {name!r}: rank {rank} has another host, network namespace or user than rank 0; "
+            f"wanted {greeting['host']}, found {host_identity()}. Use another backend between hosts."
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -133,7 +133,7 @@ def _connect(connection: socket.socket, address: str, deadline: float) -> None:
     while True:
         try:
             return connection.connect(address)
-        except BlockingIOError:  # so many knock that one more cannot even wait
+        except BlockingIOError:  # the listener's backlog is full
             if time.monotonic() >= deadline:
                 raise
             time.sleep(0.002)
@@ -143,7 +143,7 @@ def _new_file(size: int, name: str) -> int:
     try:
         file = os.memfd_create(f"paceline {name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(file, size)
-        # It may grow, by buffers allocated later; if it could shrink, touching it could kill.
+        # It may grow, for buffers allocated later; if it could shrink, access could raise SIGBUS.
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     except OSError as error:
         raise CommError(f"cannot make {size} bytes of memory to share: {error}") from error
@@ -171,7 +171,7 @@ def _accept(listener: socket.socket, deadline: float, lateness: str) -> socket.s
 def _receive_hello(
     connection: socket.socket, token: str, visitors: dict[int, socket.socket], life: dict[int, int], size: int
 ) -> None:
-    """Take a visitor in if it is one of ours; anybody on the host may knock."""
+    """Accept a connection if it is of this group: any process of the host may connect."""
     if _user_of(connection) != os.getuid():
         return
     try:
@@ -208,7 +208,7 @@ def _receive_descriptors(connection: socket.socket, wanted: int) -> tuple[list[i
         if not part:
             _close(descriptors)
             raise ConnectionError(
-                "rank 0 ended the conversation; it may have died, or this process has too many files open"
+                "rank 0 closed the connection; it may have died, or this process has too many files open"
             )
         (cores,) = struct.unpack("<I", message)
     return descriptors, cores
@@ -220,11 +220,11 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def memory_objection(size: int, nbytes: int) -> str:
-    """Why this host cannot give ``nbytes`` to each of ``size`` ranks; empty if it can, as far as one can tell."""
+    """Why this host cannot give ``nbytes`` to each of ``size`` ranks; empty if it seems to have enough."""
     wanted, free = size * nbytes, _free_memory()
     if free is None or wanted <= free:
         return ""
-    return f"{size} ranks want {wanted / 1e9:.1f} GB together, and {free / 1e9:.1f} GB of memory are free"
+    return f"{size} ranks want {wanted / 1e9:.1f} GB together, but {free / 1e9:.1f} GB of memory are free"
 
 
 def _free_memory() -> int | None:
@@ -235,7 +235,7 @@ def _free_memory() -> int | None:
 
 
 def _free_in_container() -> int:
-    """What the limit of the control group leaves, where it can be read."""
+    """Free memory within the control group's limit, if that can be read."""
     folder = Path("/sys/fs/cgroup")
     try:
         return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
@@ -244,6 +244,6 @@ def _free_in_container() -> int:
 
 
 def check_ranks(rank: int, size: int) -> None:
-    """Refuse a rank that cannot be."""
+    """Raise if the rank is not below the size, or the size is not supported."""
     if not 1 <= size <= _core.MAX_RANKS or not 0 <= rank < size:
         raise UsageError(f"wanted 1 to {_core.MAX_RANKS} ranks and a rank below that, got rank {rank} of {size}")

@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: everybody gets everybody's entries, and adds them up in the order of the ranks."""
+"""Sums of sparse tensors: each rank gathers all ranks' entries and adds them in the order of the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import CommError, UsageError
 
 
 def all_reduce_sparse(group: SharedGroup, tensor: Tensor, op: str) -> None:
-    """Add up a sparse tensor over all ranks, in place; on the calling thread, since sizes must be told first."""
+    """Sum a sparse tensor over all ranks, in place; it blocks, since sizes must be exchanged first."""
     if op not in ("sum", "avg"):
         raise UsageError(f"sparse tensors can be reduced by sum and avg, got {op}; convert them by tensor.to_dense()")
     own = tensor.detach().coalesce()
@@ -26,7 +26,7 @@ def all_reduce_sparse(group: SharedGroup, tensor: Tensor, op: str) -> None:
 
 
 def _compare(group: SharedGroup, described: str) -> None:
-    """Refuse tensors that cannot be added up; entries outside the shape would be written outside the memory."""
+    """Refuse tensors that differ between ranks; entries outside the shape would be written outside the memory."""
     own, all_told = packed(described), torch.empty(group.size, LENGTH, dtype=torch.uint8)
     group.all_gather(own.data_ptr(), all_told.data_ptr(), LENGTH, "uint8")
     differing = difference({rank: unpacked(told) for rank, told in enumerate(all_told)})
@@ -41,7 +41,7 @@ def _gather_counts(group: SharedGroup, count: int) -> list[int]:
 
 
 def _gather(group: SharedGroup, rows: Tensor, counts: list[int]) -> Tensor:
-    """Put the rows of all ranks one behind the other."""
+    """Concatenate the rows of all ranks."""
     gathered = rows.new_empty((sum(counts), *rows.shape[1:]))
     for rank, piece in enumerate(torch.split(gathered, counts)):
         if rank == group.rank:

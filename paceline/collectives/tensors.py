@@ -1,4 +1,4 @@
-"""Tensors as the shared-memory collectives want them: dense, in the order of their elements, of a type they know."""
+"""Prepares tensors for the shared-memory collectives: dense, contiguous, of a known type."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paceline.collectives.core import SIZES
 from paceline.errors import UsageError
 
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in SIZES}
-_OF_PAIRS = ("", "sum", "avg")  # what may be done with complex numbers by doing it with their parts
+_OF_PAIRS = ("", "sum", "avg")  # operations on complex numbers that may work on their parts
 
 
 class Staged:
-    """A tensor's elements, where the collectives can read and write them.
+    """A tensor's elements in memory that the collectives can use.
 
-    That is the tensor's own memory if it is contiguous, else a copy, which ``settle`` brings back unless the tensor is
-    only ``read``.
+    It is the tensor's own memory if contiguous, else a copy, which ``settle`` copies back unless the tensor is only
+    ``read``.
     """
 
     __slots__ = ("address", "count", "dense", "dtype", "target")
@@ -44,10 +44,10 @@ class Staged:
             )
 
     def settle(self) -> None:
-        """Copy the elements back to where they belong, if they are elsewhere."""
+        """Copy the elements back to the tensor, if they are a copy."""
         if self.dense is self.target or self.dense.data_ptr() == self.target.data_ptr():
             return
-        with torch.inference_mode():  # also for tensors made in it, whoever waits for them
+        with torch.inference_mode():  # the tensor may have been made in it
             elements = self.dense
             if self.target.is_complex() and elements.is_floating_point():
                 elements = torch.view_as_complex(elements)
@@ -57,7 +57,7 @@ class Staged:
 
 
 def check_dense(tensor: Tensor) -> None:
-    """Refuse what has no plain memory."""
+    """Refuse sparse and quantized tensors."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise UsageError(
             f"collectives of backend 'paceline' want dense tensors, got one of layout {tensor.layout}"
@@ -66,7 +66,7 @@ def check_dense(tensor: Tensor) -> None:
 
 
 def check_contiguous(what: str, **tensors: Tensor) -> None:
-    """Refuse those whose elements do not lie in order, by the words that torch's own backends have for it."""
+    """Refuse tensors that are not contiguous, in the words of torch's own backends."""
     for role, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise UsageError(
@@ -76,7 +76,7 @@ def check_contiguous(what: str, **tensors: Tensor) -> None:
 
 
 def _check_written(tensor: Tensor) -> None:
-    """Refuse a result whose elements lie on top of each other."""
+    """Refuse a result whose elements share memory."""
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise UsageError(
             f"a collective cannot write to a tensor whose elements share memory, got shape {tuple(tensor.shape)} with "
@@ -85,7 +85,7 @@ def _check_written(tensor: Tensor) -> None:
 
 
 def _as_known(tensor: Tensor, reduction: str) -> Tensor:
-    """The same numbers, contiguous: complex ones as pairs, those of a rare type as bytes if they are only moved."""
+    """The same numbers, contiguous: complex ones as pairs, unknown types as bytes if they are only copied."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if dense.is_complex() and reduction in _OF_PAIRS:
         return torch.view_as_real(dense)
@@ -100,11 +100,11 @@ def _as_known(tensor: Tensor, reduction: str) -> Tensor:
 
 
 def row_counts(tensor: Tensor, count: int, splits: Sequence[int], size: int, role: str) -> list[int]:
-    """How many of a tensor's ``count`` elements go to, or come from, each rank: whole rows of its first dimension."""
+    """The number of a tensor's ``count`` elements for each rank: whole rows of its first dimension."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits and rows % size:
         raise UsageError(
-            f"all_to_all_single: {rows} rows of {role} cannot be dealt evenly to {size} ranks; pass splits"
+            f"all_to_all_single: {rows} rows of {role} cannot be divided evenly among {size} ranks; pass splits"
         )
     splits = splits or [rows // size] * size
     if len(splits) != size or sum(splits) != rows or min(splits) < 0:

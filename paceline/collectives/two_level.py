@@ -1,6 +1,6 @@
-"""Groups over several hosts: sums go through shared memory inside a host, and over Gloo between one leader of each.
+"""Groups over several hosts: sums use shared memory inside a host, and Gloo between one leader of each host.
 
-The rest, which training needs less often, goes over Gloo between all ranks.
+All other collectives, which training needs less often, use Gloo between all ranks.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from paceline.collectives.work import Announcer, Work
 from paceline.errors import CommError
 
 _ALLREDUCE_OPTIONS = c10d.AllreduceOptions()
-_LEADERS_FIRST = 1.0  # second by which ranks wait longer for their leader than it does: it knows why it waited
+_LEADERS_FIRST = 1.0  # second by which ranks wait longer than their leader, which knows the reason of a timeout
 
 
 class _RefusedError(CommError):
-    """The leaders gave up together, so they all know why."""
+    """The leaders refused the operation together, so all of them know the reason."""
 
 
 @untraced
 class TwoLevelGroup(PythonGroup):
-    """The ranks of several hosts; ``hosts`` names each rank's, and at least one has several."""
+    """The ranks of several hosts; ``hosts`` names each rank's, and at least one host has several ranks."""
 
     def __init__(
         self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str, hosts: Sequence[str]
@@ -58,13 +58,13 @@ class TwoLevelGroup(PythonGroup):
                 numbers=here,
             )
         self._leaders = Leaders(store, leaders, rank, timeout) if rank in leaders else None
-        self._trouble = ""  # of this host, for the other ones
+        self._trouble = ""  # this host's error, for the other hosts
         self._closed = False
         self._announcer = Announcer(name)
         self._calls = Calls(name, self._leave)
 
     def shutdown(self) -> None:
-        """Leave the group; ranks that still wait for this one are told."""
+        """Leave the group; calls of ranks that still wait for this one fail."""
         self._closed = True
         self._calls.fail(CommError(f"group {self._name!r} is closed"))
         if self._local is not None:
@@ -76,12 +76,12 @@ class TwoLevelGroup(PythonGroup):
     abort = shutdown
 
     def allreduce(self, tensors: list[Tensor], opts: Any = _ALLREDUCE_OPTIONS) -> Any:
-        """Reduce inside the hosts, between their leaders, and hand the result out again."""
+        """Reduce inside the hosts, then between their leaders, then broadcast inside the hosts."""
         if not tensors[0].is_cpu or tensors[0].layout is not torch.strided:
             return self._elsewhere.allreduce(tensors, opts)
         op = reduction_named(opts.reduceOp)
         staged = [Staged(tensor, reduction=op) for tensor in tensors]
-        for part in staged:  # on every rank, before any other one is told, so that all refuse alike
+        for part in staged:  # on every rank before anything is sent, so that all refuse alike
             check_reduction(op, part.dtype)
         call = _Call(self._calls.submit(functools.partial(self._reduce_all, staged, op)))
         work = Work(tensors, [call], staged, self._announcer)
@@ -94,7 +94,7 @@ class TwoLevelGroup(PythonGroup):
 
     def _reduce_all(self, staged: Sequence[Staged], op: str) -> None:
         try:
-            with torch.inference_mode():  # whatever mode the caller is in
+            with torch.inference_mode():  # in any mode of the caller
                 for part in staged:
                     self._reduce(part, op)
         except Exception as error:
@@ -119,7 +119,7 @@ class TwoLevelGroup(PythonGroup):
             self._local.broadcast(*where, root=0)
 
     def _reduce_between_hosts(self, part: Staged, op: str) -> str:
-        """Do a leader's part; return why it could not be done, for the other ranks of the host."""
+        """Do a leader's part; return the reason of a failure, for the other ranks of the host."""
         assert self._leaders is not None
         try:
             refusal = self._leaders.objection(f"all_reduce({part.count} {part.dtype}, {op})")
@@ -133,7 +133,7 @@ class TwoLevelGroup(PythonGroup):
         return ""
 
     def _leave(self) -> None:
-        """Tell those who wait for this rank: the host's by the shared group, the other leaders by Gloo or its end."""
+        """Fail the calls that wait for this rank: the host's through the shared group, other leaders' through Gloo."""
         if self._local is not None:
             self._local.close()
         if self._leaders is not None and self._trouble:
@@ -172,9 +172,9 @@ for _name in (
 
 
 class _Call:
-    """A reduction under way on the group's thread, in the place of a ticket."""
+    """A reduction under way on the group's thread, with the interface of a ticket."""
 
-    is_message = False  # calls end in their order
+    is_message = False  # calls end in order
     source = -1
 
     def __init__(self, call: Future[None]) -> None:

@@ -1,4 +1,4 @@
-"""Keep ``torch.compile`` out of code that torch itself calls back, for example when a compiled model runs under DDP."""
+"""Keeps ``torch.compile`` from tracing code that torch calls back, for example when a compiled model runs under DDP."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Class = TypeVar("Class", bound=type)
 
 
 def untraced(kind: Class) -> Class:
-    """Mark a class's methods to run as they are, with all that they call.
+    """Mark a class's methods, and all that they call, as not to be traced.
 
-    ``torch.compiler.disable`` does so too, but by a wrapper, which costs more than a small reduction, and by importing
-    the compiler, which costs a second.
+    ``torch.compiler.disable`` does the same, but its wrapper takes longer than a small reduction, and it imports the
+    compiler, which takes a second.
     """
     as_it_is = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for member in vars(kind).values():

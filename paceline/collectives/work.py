@@ -1,4 +1,4 @@
-"""What a collective returns: a hold on calls under way, with the shape of ``torch.distributed.Work``."""
+"""The result of a collective: a handle of calls under way, with the interface of ``torch.distributed.Work``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.collectives.tensors import Staged
 from paceline.collectives.untraced import untraced
 from paceline.errors import CommError, UsageError
 
-_FOREVER = timedelta(0)  # as torch.distributed says it; the group's own timeout ends every wait
+_FOREVER = timedelta(0)  # as in torch.distributed; the group's own timeout ends every wait
 
 
 class Pending(Protocol):
@@ -35,7 +35,7 @@ class Pending(Protocol):
 
 @untraced
 class Work(dist.Work):
-    """Calls on tensors that may still be under way; without tickets they are done."""
+    """A handle of calls on tensors; without tickets they are done."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Work(dist.Work):
         for ticket in self._tickets:
             if not ticket.wait(None if end is None else end - time.monotonic()):
                 seconds = f"{timeout.total_seconds():g} s"
-                raise CommError(f"timed out: a collective was not done within the timeout of {seconds} of its wait")
+                raise CommError(f"timed out: wait({seconds}) returned before the collective was done")
         self._settle()
         return True
 
@@ -78,7 +78,7 @@ class Work(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> CommError | None:
-        """What went wrong; None if nothing did, or nothing yet."""
+        """The error of a failed call; None if none has failed so far."""
         try:
             for ticket in self._tickets:
                 if ticket.done():
@@ -94,7 +94,7 @@ class Work(dist.Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Where a message came from."""
+        """The rank that sent a received message."""
         return self._tickets[-1].source if self._tickets else -1
 
     _source_rank = source_rank
@@ -102,11 +102,11 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the result; made only when asked for, since completing it needs the interpreter.
 
-        Its value is a Python object, as in every future made in Python. Of all that DDP has, only the hook written in
-        C++, ``BuiltinCommHookType.FP16_COMPRESS``, wants another; ``default_hooks.fp16_compress_hook`` does the same.
+        Its value is a Python object, as in every future made in Python. In DDP only the hook written in C++,
+        ``BuiltinCommHookType.FP16_COMPRESS``, wants another; ``default_hooks.fp16_compress_hook`` does the same.
         """
         done: torch.futures.Future[Any] = torch.futures.Future()
-        # An error set with set_exception crashes DDP's C++ code; one raised in a callback arrives well.
+        # An error set with set_exception crashes DDP's C++ code; one raised in a callback does not.
         result = done.then(lambda _: self._result_or_raise())
         if self._announcer is None or all(ticket.done() for ticket in self._tickets):
             done.set_result(None)
@@ -119,12 +119,12 @@ class Work(dist.Work):
         return self._outputs
 
     def is_message(self) -> bool:
-        """Whether this may end after calls made later."""
+        """Whether this may end after later calls."""
         return any(ticket.is_message for ticket in self._tickets)
 
 
 class _Done(Work):
-    """What all synchronous calls return, for callers that wait all the same."""
+    """The result of all synchronous calls, for callers that wait nevertheless."""
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         return True
@@ -133,7 +133,7 @@ class _Done(Work):
         raise UsageError("a synchronous collective has no future; ask for one with async_op=True")
 
     def result(self) -> list[Tensor]:
-        raise UsageError("a synchronous collective keeps no result: its tensors have it; or use async_op=True")
+        raise UsageError("a synchronous collective keeps no result: read its tensors, or use async_op=True")
 
 
 DONE = _Done([])
@@ -144,8 +144,8 @@ _Announced = tuple[Work, torch.futures.Future[Any]]
 class Announcer:
     """Completes futures when their calls are done, on threads that need the interpreter only then.
 
-    One thread at a time waits for the oldest call. Before it completes the future, which runs the user's callbacks, it
-    lets another take over, so that a callback may itself wait for a future of this group.
+    One thread at a time waits for the oldest call. Before it completes the future, which runs the user's callbacks,
+    another thread takes over, so that a callback may itself wait for a future of this group.
     """
 
     def __init__(self, name: str) -> None:
@@ -158,9 +158,9 @@ class Announcer:
         self._threads: list[threading.Thread] = []
 
     def announce(self, work: Work, done: torch.futures.Future[Any]) -> None:
-        """Set ``done`` when ``work`` has ended, well or badly."""
+        """Complete ``done`` when ``work`` has succeeded or failed."""
         with self._turn:
-            if work.is_message():  # it may wait for ever, and must not hold up the others
+            if work.is_message():  # it may wait for ever, and must not delay the others
                 self._start(_announce, work, done)
                 return
             self._pending.append((work, done))
@@ -168,7 +168,7 @@ class Announcer:
 
     def close(self) -> None:
         """End the threads; the calls under way must have ended or failed."""
-        if os.getpid() != self._process:  # forked: the threads are not here, and one of them may have had the lock
+        if os.getpid() != self._process:  # forked: the threads do not exist here, and one may have held the lock
             return
         with self._turn:
             self._closed = True
@@ -215,5 +215,5 @@ def _announce(work: Work, done: torch.futures.Future[Any]) -> None:
 
 
 def _end_of(work: Work) -> None:
-    with contextlib.suppress(Exception):  # the future's own callback meets it again, and passes it on
+    with contextlib.suppress(Exception):  # the future's own callback raises it again
         work.wait()

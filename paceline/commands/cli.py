@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class _Command(click.Group):
-    """A group whose unknown subcommands are answered with the nearest known one."""
+    """A group that suggests the nearest known name for an unknown subcommand."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -59,7 +59,7 @@ def cli(context: click.Context) -> None:
     """Train one PyTorch model on many workers; how they keep pace is a value you pass in."""
     if context.invoked_subcommand is None:
         print(context.get_help())
-    elif context.invoked_subcommand in ("simulate", "study"):  # which import torch to know their options
+    elif context.invoked_subcommand in ("simulate", "study"):  # both import torch to know their options
         context.with_resource(answered(end_at_once, signal.SIGINT))
 
 
@@ -69,7 +69,7 @@ cli.add_command(replay)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command; a user's mistake is one line on stderr and exit code 2, a failed run exit code 1."""
+    """Run the command; a usage error prints one line on stderr and exits with 2, a failed run with 1."""
     try:
         code = cli.main(args=arguments, standalone_mode=False)
     except click.ClickException as error:
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         _fail(f"{error.strerror}: {error.filename or 'a file of the run'}; free some space and resume", 1)
     except (KeyboardInterrupt, click.Abort):
-        if supervised():  # its supervisor says so
+        if supervised():  # the supervisor prints the message
             sys.exit(130)
         _fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
@@ -207,7 +207,7 @@ def _train_on(
         line = None if quiet else stack.enter_context(ProgressLine(f"{config.problem} x {workers}"))
 
         def hear(rank: int, report: dict[str, Any]) -> None:
-            """All workers tell the same, and any of them may be killed under a server."""
+            """Take results and progress from any worker: all report the same, and under a server any may be killed."""
             nonlocal shown
             if report["event"] == "result":
                 results[rank] = report["result"]
@@ -252,7 +252,7 @@ def train_worker(config: str) -> None:
         try:
             result = train_problem(whole, watch=watch, stop=lambda: request.asked)
         except CommError as error:
-            if request.asked:  # worker 0 has saved and gone
+            if request.asked:  # worker 0 has saved and ended
                 raise KeyboardInterrupt from error
             raise
     report("result", result=result.as_dict())
@@ -267,27 +267,27 @@ def _schedule_config(options: dict[str, Any]) -> Any:
         epochs = tuple(float(epoch) for epoch in str(taken["decay_epochs"]).split(",") if epoch.strip())
     except ValueError as error:
         raise UsageError(
-            f"--decay-epochs wants numbers with commas between, such as 30,60,80, got {taken['decay_epochs']!r}"
+            f"--decay-epochs wants numbers separated by commas, such as 30,60,80, got {taken['decay_epochs']!r}"
         ) from error
     return ScheduleConfig(**{**taken, "decay_epochs": epochs})
 
 
 def _typed(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that the user gave, as opposed to defaults."""
+    """The options that the user gave, without defaults."""
     default = click.core.ParameterSource.DEFAULT
     return {name: value for name, value in options.items() if context.get_parameter_source(name) != default}
 
 
 def _saved_options(run: str) -> dict[str, Any]:
-    """Read back the options of a run that ``paceline train`` made, its number of workers among them."""
+    """Read the options of a run of ``paceline train``, with its number of workers."""
     from paceline.schedules import ScheduleConfig
     from paceline.training.train import TrainConfig
 
     file = Path(run) / "config.json"
     try:
-        found = json.loads(file.read_text())
-        saved: dict[str, Any] = dict(found["train"])
-        workers = 1 if read_world() is not None else int(found["world_size"])  # a launcher has started them already
+        config = json.loads(file.read_text())
+        saved: dict[str, Any] = dict(config["train"])
+        workers = 1 if read_world() is not None else int(config["world_size"])  # 1: a launcher has started the others
         schedule = dict(saved.pop("schedule"))
         schedule["decay_epochs"] = ",".join(str(epoch) for epoch in schedule["decay_epochs"])
         known = {field.name for kind in (TrainConfig, ScheduleConfig) for field in dataclasses.fields(kind)}
@@ -295,7 +295,7 @@ def _saved_options(run: str) -> dict[str, Any]:
             raise ValueError("options of another version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"--resume wants the directory of a run of 'paceline train'; {file} is missing or not of one"
+            f"--resume wants the directory of a run of 'paceline train'; {file} is missing or is not of such a run"
         ) from error
     return {**saved, **schedule, "workers": workers}
 
@@ -305,7 +305,7 @@ def _free_run(problem: str) -> str:
 
 
 def _free_directory(option: str, name: Callable[[int], str]) -> Path:
-    """Make the first directory of those called ``name(1)``, ``name(2)``, ... that is not there yet."""
+    """Make the first directory of ``name(1)``, ``name(2)``, ... that does not exist yet."""
     number = 1
     while True:
         path = Path(name(number))
@@ -322,7 +322,7 @@ def _free_directory(option: str, name: Callable[[int], str]) -> Path:
 
 
 class _Studies(click.Group):
-    """The studies as subcommands; their table is imported only when it is asked for, since it needs torch."""
+    """The studies as subcommands; their table needs torch, so it is imported only when used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         from paceline.studies import STUDIES
@@ -362,14 +362,14 @@ def _study_options(folder: str) -> list[click.Parameter]:
             ["--out"],
             type=PathType(path_type=Path),
             help="Directory for result.json, table.md and plot.png.  "
-            f"[default: the first of {folder}, {folder}-2, ... that is not there]",
+            f"[default: the first of {folder}, {folder}-2, ... that does not exist]",
         ),
         click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object instead."),
     ]
 
 
 def _run_study(kind: type[Study], folder: str, /, **options: Any) -> None:
-    """Run a study and show what came of it; broken off, what is known by then."""
+    """Run a study and show its results; after an interrupt, those measured so far."""
     interrupts = Interrupts()
     with interrupts.heard():
         try:
@@ -377,7 +377,7 @@ def _run_study(kind: type[Study], folder: str, /, **options: Any) -> None:
         except KeyboardInterrupt as error:
             _fail(str(error) or "interrupted", INTERRUPTED)
     if interrupts.asked:
-        _fail("interrupted when all had been measured; the results are whole", INTERRUPTED)
+        _fail("interrupted after all measurements; the results are complete", INTERRUPTED)
 
 
 def _show_study(
@@ -401,7 +401,7 @@ def _show_study(
     with progress_bar() as tell:
         result = study.run(StudyContext(data=data, seed=seed, tell=tell, interrupts=interrupts))
     interrupts.show_results()
-    # Either way minutes of measuring are not lost: the reader of a pipe may be gone, or the disk be full.
+    # Print even if writing fails, and write before printing: the disk may be full, or stdout a closed pipe.
     try:
         out = out or _free_directory("out", lambda number: folder if number == 1 else f"{folder}-{number}")
         write_result(result, out)
@@ -417,7 +417,7 @@ def _show_study(
 
 
 class _Simulate(click.Command):
-    """The command whose options are the fields of ``Simulation``, which is imported only when they are asked for."""
+    """The command whose options are the fields of ``Simulation``, which is imported only when used."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*_simulate_options(), *super().get_params(ctx)]
@@ -449,7 +449,7 @@ def simulate(**options: Any) -> None:
 @cli.group(cls=_Command, invoke_without_command=True)
 @click.pass_context
 def bench(context: click.Context) -> None:
-    """Measure on this machine: ours against Gloo and others, in one run."""
+    """Measure on this machine: Paceline against Gloo and others, in one run."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -461,7 +461,7 @@ def bench(context: click.Context) -> None:
 @click.option("--quick", is_flag=True, help="A run of seconds, to see that it works; measures nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench_collectives(ranks: tuple[int, ...], seconds: float, busy: int, quick: bool, as_json: bool) -> None:
-    """Time all-reduce by shared memory, by Gloo and, if mpi4py is installed, by MPI."""
+    """Time all-reduce through shared memory, through Gloo and, if mpi4py is installed, through MPI."""
     from paceline.bench import run_bench
     from paceline.bench.busy import busy_loops
     from paceline.bench.collectives import SIZES, measure_mpi
@@ -474,11 +474,11 @@ def bench_collectives(ranks: tuple[int, ...], seconds: float, busy: int, quick: 
     rows = []
     for count in ranks:
         with busy_loops(busy):
-            found = run_bench("collectives", count, sizes=sizes, seconds=0.0 if quick else seconds)
+            measured = run_bench("collectives", count, sizes=sizes, seconds=0.0 if quick else seconds)
             mpi = measure_mpi(count, sizes)
-        for row in found:
+        for row in measured:
             row["mpi_us"] = mpi[sizes.index(row["bytes"])] if mpi and row["buffers"] == "hot" else None
-        rows += found
+        rows += measured
     if as_json:
         print(json.dumps({"busy": busy, "rows": rows}))
         return
@@ -495,7 +495,7 @@ def bench_collectives(ranks: tuple[int, ...], seconds: float, busy: int, quick: 
 @click.option("--quick", is_flag=True, help="A run of seconds, to see that it works; measures nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench_step(models: tuple[str, ...], rounds: int, steps: int, quick: bool, as_json: bool) -> None:
-    """Time a training step on two workers against one with only a barrier."""
+    """Time a training step on two workers against the same step with only a barrier."""
     from paceline.bench import run_bench
     from paceline.bench.workloads import WORKLOADS
     from paceline.report.table import print_table

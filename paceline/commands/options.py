@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they are read."""
+"""Options that several commands share, and the functions that read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 
 
 class PathType(click.Path):
-    """A path; not an option, where the path before it was forgotten."""
+    """A path; a value that begins with ``-`` is refused, since it is an option after a forgotten path."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if str(value).startswith("-"):
@@ -20,7 +20,7 @@ class PathType(click.Path):
 
 
 def delay_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what ``run`` and ``train`` have in common about slow and killed workers."""
+    """Add the options of ``run`` and ``train`` for slow and killed workers."""
     for option in (
         click.option("--delay-unit", metavar="TIME", help="What 1 means in --delay, such as 40ms.  [default: 1s]"),
         click.option("--delay", metavar="DELAY", help='Time to add to each step, such as "1+exp(0.5) slow(3, 5)".'),
@@ -31,15 +31,15 @@ def delay_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def servers_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add how many servers share the parameters."""
-    text = "Under a server policy: processes that hold the parameters among them."
+    """Add the option for the number of servers."""
+    text = "Under a server policy: processes that share the parameters."
     return click.option("--servers", type=int, default=1, show_default=True, help=text)(command)
 
 
 def needs_server(policy: str | None, asked_by: str | None, workers: int | None) -> bool:
-    """Whether a policy has a parameter server; if not, an option or command that asks for one is a mistake.
+    """Whether a policy has a parameter server; raise if it has none and ``asked_by`` needs one.
 
-    So is a policy that cannot be run with so many workers, if their number is known.
+    Also raise if the policy cannot run with this number of workers, if that is known.
     """
     if policy is None:
         return False
@@ -52,12 +52,12 @@ def needs_server(policy: str | None, asked_by: str | None, workers: int | None) 
         return True
     if asked_by is not None:
         known = ", ".join(name for name, kind in POLICIES.items() if issubclass(kind, ServerPolicy))
-        raise UsageError(f"{asked_by} wants a policy with a parameter server, found {policy}; such are {known}")
+        raise UsageError(f"{asked_by} wants a policy with a parameter server, found {policy}; choose one of {known}")
     return False
 
 
 def read_delay(text: str | None, unit: str | None, workers: int | None) -> tuple[str, float] | None:
-    """Check a delay and its unit; of so many workers, if that is known."""
+    """Check a delay and its unit, and the workers that it names if their number is known."""
     if text is None:
         if unit is not None:
             raise UsageError(f'--delay-unit goes with --delay, such as --delay "1+exp(0.5)" --delay-unit {unit}')
@@ -69,5 +69,5 @@ def read_delay(text: str | None, unit: str | None, workers: int | None) -> tuple
     if workers is not None:
         delay.check_workers(workers)
     seconds = parse_unit(unit or "1s")
-    InjectedDelays(text, seconds, seed=0, worker=0)  # refuses what only a virtual worker can do
+    InjectedDelays(text, seconds, seed=0, worker=0)  # refuses delays that only virtual workers can have
     return text, seconds

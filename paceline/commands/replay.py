@@ -1,4 +1,4 @@
-"""The command ``replay``: make a recorded run again, and compare all that was recorded."""
+"""The command ``replay``: replay a recorded run and compare it with the trace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--shell", is_flag=True, help="Open a Python shell there, with the model, optimizer and pushes.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def replay(run: Path, until: int | None, shell: bool, as_json: bool) -> int:
-    """Replay a recorded RUN and compare all that was recorded; the exit code is 1 if one bit differs."""
+    """Replay a recorded RUN and compare it with its trace; the exit code is 1 if any bit differs."""
     from paceline.training.replay_environment import doubts, open_trace
 
     if shell and as_json:
@@ -49,7 +49,7 @@ def replay(run: Path, until: int | None, shell: bool, as_json: bool) -> int:
     if replayed.difference is not None:
         raise PacelineError(_differing(replayed, warnings))
     print(_equal(replayed, stopped=until is not None))
-    if shell and replaying is not None:  # that of a script was open where its server runs
+    if shell and replaying is not None:  # a script's shell was open in its server's process
         _open_shell(replaying)
     return 0
 
@@ -73,15 +73,15 @@ def _replay_problem(
 
 
 def _replay_script(run: Path, trace: Trace, until: int | None, *, shell: bool, quiet: bool) -> Replayed:
-    """Replay the run of a user's script; what it prints is no part of JSON."""
+    """Replay the run of a user's script; with ``quiet`` its output goes to stderr."""
     from paceline.replay.script import replay_script
     from paceline.report.terminal import progress_bar
 
     if shell:
         return replay_script(run, trace, until=until, shell=True)
     with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext(), progress_bar() as tell:
-        told = f"replaying {run}"
-        return replay_script(run, trace, until=until, shell=False, tell=lambda done, total: tell(told, done, total))
+        text = f"replaying {run}"
+        return replay_script(run, trace, until=until, shell=False, tell=lambda done, total: tell(text, done, total))
 
 
 def _equal(replayed: Replayed, *, stopped: bool) -> str:
@@ -89,7 +89,7 @@ def _equal(replayed: Replayed, *, stopped: bool) -> str:
     if stopped:
         parts.append(f"version {replayed.version} has the hash {replayed.digest}")
     elif not replayed.whole:
-        parts.append("the trace ends there, without the end of the run")
+        parts.append("the trace ends there, before the end of the run")
     return "; ".join(parts)
 
 

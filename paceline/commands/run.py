@@ -1,4 +1,4 @@
-"""The commands that start a user's script: ``run`` on workers of this host, ``serve`` as their server."""
+"""The commands that start a user's script: ``run`` starts workers on this host, ``serve`` a server."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ _TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": F
 @click.option("--policy", help="How the workers keep pace, whatever the script says.")
 @servers_option
 @delay_options
-@click.option("--join", "address", metavar="HOST:PORT", help="Be workers of the server there, started by serve.")
-@click.option(
-    "--token-file", type=PathType(path_type=Path), help="Where the token to join with lies.  [PACELINE_TOKEN]"
-)
-@click.option("--trusted-network", is_flag=True, help="With --join, as the server: encrypt nothing.")
+@click.option("--join", "address", metavar="HOST:PORT", help="Join a running server, started by serve.")
+@click.option("--token-file", type=PathType(path_type=Path), help="File with the token to join with.  [PACELINE_TOKEN]")
+@click.option("--trusted-network", is_flag=True, help="With --join, as for the server: encrypt nothing.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def run(
     workers: int,
@@ -42,7 +40,7 @@ def run(
 ) -> int:
     """Run a training SCRIPT (or -m MODULE) on several workers of this host.
 
-    If the policy has a parameter server it is started beside them, unless they --join one of another host.
+    If the policy needs a parameter server, one is started too, unless the workers --join one.
     """
     _check_command("run --workers 2", command)
     from paceline.launch.joining import find_token, read_address
@@ -54,9 +52,9 @@ def run(
             "--token-file and --trusted-network go with --join HOST:PORT; a server of this run needs neither"
         )
     if address is not None and servers != 1:
-        raise UsageError("--servers is for who starts the servers; with --join HOST:PORT they run already")
+        raise UsageError("--servers is for the command that starts the servers; with --join HOST:PORT they already run")
     asking = {"--respawn": respawn, "--join": address is not None, "--servers": servers > 1}
-    here = workers if address is None else None  # with --join there may be more elsewhere
+    here = workers if address is None else None  # with --join, other hosts may have more
     needed = needs_server(policy, next((option for option, asked in asking.items() if asked), None), here)
     server = ServerOptions(
         needed=needed and address is None,
@@ -79,7 +77,7 @@ def run(
 @click.option(
     "--token-file",
     type=PathType(path_type=Path),
-    help="Where the token to join with lies; made if it is not there.  [PACELINE_TOKEN, else paceline-token]",
+    help="File with the token to join with; made if missing.  [PACELINE_TOKEN, else paceline-token]",
 )
 @click.option("--trusted-network", is_flag=True, help="Encrypt nothing between hosts.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
@@ -94,7 +92,7 @@ def serve(
 ) -> int:
     """Be the parameter server of a training SCRIPT (or -m MODULE), for workers of any host.
 
-    It prints its address and how to join it. Who has the token may join.
+    It prints its address and how to join it. Every process that has the token may join.
     """
     _check_command("serve --workers 2", command)
     from paceline.launch.joining import find_or_make_token, reachable, read_bind
@@ -116,7 +114,7 @@ def serve(
             options += [] if file is None else ["--token-file", str(file)]
             options += ["--trusted-network"] if trusted_network else []
             options += [] if policy is None else ["--policy", policy]
-            # At once: the server's own output may come between any two writes.
+            # One write: the server's own output may come between any two.
             sys.stdout.write(
                 f"serving at tcp://{address}\n"
                 f"the token is in {'PACELINE_TOKEN' if file is None else file}\n"
@@ -129,7 +127,7 @@ def serve(
 
 
 class _Ending:
-    """What to say when a signal has ended a run: where it was, and whether it can go on."""
+    """Prints the last step and checkpoint when a signal has ended a run."""
 
     def __init__(self) -> None:
         self._where = ""

@@ -1,4 +1,4 @@
-"""Where a worker's batches come from: our sharded sampler over a data set, or the user's own loader."""
+"""Sources of a worker's batches: a sharded sampler over a data set, or the user's own loader."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from paceline.seeding import capture_streams, derive_seed, restore_streams, seed
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """One batch, and where the feed stands once it has been used."""
+    """One batch, and the feed's position after it."""
 
     data: Any
-    examples: int | None  # in this worker's batch; None if it cannot be told
-    total: int | None  # in all workers' batches of this step, where that is known without asking them
-    consumed: int  # the feed's position behind this batch
+    examples: int | None  # in this worker's batch; None if unknown
+    total: int | None  # in all workers' batches of this step; None if only they know
+    consumed: int  # the feed's position after this batch
 
 
 class Feed(Protocol):
-    """A source of batches that can start an epoch anywhere in its middle."""
+    """A source of batches that can start at any position of an epoch."""
 
     @property
     def unit(self) -> str:
-        """What its positions count."""
+        """The unit of its positions, such as samples."""
         ...
 
     def start(self, epoch: int, consumed: int) -> Iterator[Fetched]:
-        """Go to position ``consumed`` of ``epoch`` at once, and give the batches behind it one by one."""
+        """Go to position ``consumed`` of ``epoch`` at once, and return an iterator over the batches after it."""
         ...
 
     def capture(self) -> dict[str, Any]:
-        """What the order of an epoch that starts now depends on, beside its number."""
+        """The state that, with the epoch's number, determines the order of an epoch that starts now."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put that back."""
+        """Restore a captured state."""
         ...
 
 
@@ -86,7 +86,7 @@ class DatasetFeed:
                 data = [tensor[indices] for tensor in self._dataset.tensors]
                 yield Fetched(data, len(shard.indices), shard.total, shard.consumed_after)
             return
-        pending, requested = itertools.tee(shards)  # a loader with workers asks ahead of what it has given
+        pending, requested = itertools.tee(shards)  # a loader with workers requests batches in advance
         for data, shard in zip(self._loader(epoch, requested), pending, strict=False):
             yield Fetched(data, len(shard.indices), shard.total, shard.consumed_after)
 
@@ -97,7 +97,7 @@ class DatasetFeed:
         pass
 
     def _loader(self, epoch: int, shards: Iterable[Shard]) -> DataLoader[Any]:
-        # A generator of its own: making a loader's iterator draws a number, and the user's streams stay theirs.
+        # A separate generator: making a loader's iterator draws a number, which must not come from the user's streams.
         generator = torch.Generator()
         generator.manual_seed(derive_seed(self._sampler.seed, "loader", epoch))
         in_workers = self._options.get("num_workers", 0) > 0
@@ -110,11 +110,11 @@ class DatasetFeed:
 class LoaderFeed:
     """The batches of the user's own loader or iterable; positions count batches.
 
-    An epoch is taken up in its middle by drawing the batches before it again and letting them go: slower than
-    ``session.batches(dataset, ...)``, but right for any sampler and for iterable data sets.
+    To resume in the middle of an epoch, the batches before are drawn again and discarded. This is slower than
+    ``session.batches(dataset, ...)``, but correct for any sampler and for iterable data sets.
 
-    Workers whose loaders give fewer batches than another's go on with their last one at weight 0, so that all make the
-    same number of steps; ``largest`` finds the maximum of a number over all workers.
+    A worker whose loader gives fewer batches than another's repeats its last one at weight 0, so that all workers make
+    the same number of steps. ``largest`` gives the maximum of a number over all workers.
     """
 
     unit = "batches"
@@ -130,8 +130,8 @@ class LoaderFeed:
         self._loader = loader
         self._world_size = world_size
         self._largest = largest
-        self._last: Fetched | None = None  # to be borrowed when there are no more
-        self._seeds = seeds  # run seed and rank, if every batch's streams are to be seeded from its number
+        self._last: Fetched | None = None  # repeated at weight 0 when no batches are left
+        self._seeds = seeds  # run seed and rank, if every batch's streams are seeded from its number
 
     def start(self, epoch: int, consumed: int) -> Iterator[Fetched]:
         set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
@@ -143,13 +143,13 @@ class LoaderFeed:
         for number in range(consumed):
             self._seed(epoch, number)
             data = next(batches, None)
-            if data is not None:  # else the batches were borrowed by then
+            if data is not None:  # else only repeated batches follow
                 self._last = Fetched(data, 0, None, consumed)
         own = self._rest(batches, epoch, consumed)
         return own if self._world_size == 1 else self._as_long_as_the_longest(own)
 
     def capture(self) -> dict[str, Any]:
-        """What the order of the next epoch depends on: the random streams and the loader's own generators."""
+        """The state that determines the next epoch's order: the random streams and the loader's own generators."""
         state: dict[str, Any] = {"generators": [generator.get_state() for generator in self._generators()]}
         if self._seeds is None:
             state["streams"] = capture_streams()
@@ -158,8 +158,8 @@ class LoaderFeed:
     def restore(self, state: Mapping[str, Any]) -> None:
         if self._world_size > 1 and self._generators():
             raise UsageError(
-                "a loader with a generator of its own cannot be resumed on several workers, for a checkpoint holds "
-                "worker 0's alone; leave the generator out, or give session.batches the data set"
+                "a loader with a generator of its own cannot be resumed on several workers, since a checkpoint holds "
+                "only worker 0's; leave the generator out, or give session.batches the data set"
             )
         for generator, saved in zip(self._generators(), state["generators"], strict=False):
             generator.set_state(saved)
@@ -185,14 +185,14 @@ class LoaderFeed:
             seed_streams(derive_seed(*self._seeds, "fetch", epoch, number))
 
     def _as_long_as_the_longest(self, own: Iterator[Fetched]) -> Iterator[Fetched]:
-        """Ask before every batch whether anybody has one left: nobody knows how long an iterable is."""
+        """Ask before every batch whether any worker has one left: the length of an iterable is unknown."""
         while True:
             batch = next(own, None)
             if not self._largest(int(batch is not None)):
                 return
             if batch is None and self._last is None:
                 raise UsageError(
-                    "this worker's loader gave no batch at all while others' did; give it a share of the data"
+                    "this worker's loader gave no batch, but those of others did; give it a share of the data"
                 )
             batch = batch or replace(
                 cast(Fetched, self._last), examples=0, consumed=cast(Fetched, self._last).consumed + 1
@@ -202,7 +202,7 @@ class LoaderFeed:
 
 
 class Indexed(NamedTuple):
-    """A map-style data set and how its batches are made."""
+    """A map-style data set, and the options of its batches."""
 
     dataset: Any
     batch_size: int
@@ -220,9 +220,9 @@ def resolve(
     loader_options: Mapping[str, Any],
     open_loaders: bool,
 ) -> Indexed | Iterable[Any]:
-    """Find out what was given to ``batches``: a data set to take batches of, or something that makes its own.
+    """Classify the source given to ``batches``: a data set, or a source of ready batches.
 
-    With ``open_loaders`` a DataLoader that goes through a whole data set is taken for the data set.
+    With ``open_loaders`` a DataLoader over a whole data set is replaced by the data set.
     """
     if open_loaders and isinstance(source, DataLoader) and _can_be_sharded(source) and batch_size is None:
         batch_size, loader_options = source.batch_size, {**_options_of(source), **loader_options}
@@ -255,7 +255,7 @@ def make_feed(
     seeded_fetch: bool,
     largest: Callable[[int], int],
 ) -> Feed:
-    """Choose how to feed a worker from ``source``: a data set, a loader, or any iterable of batches."""
+    """Make the feed for ``source``: a data set, a loader, or any iterable of batches."""
     found = resolve(
         source,
         batch_size=batch_size,
@@ -280,7 +280,7 @@ def make_feed(
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse what the sharded sampler decides, and names that a DataLoader does not have."""
+    """Refuse options that the sharded sampler sets, and names that a DataLoader does not have."""
     ours = {"drop_last": "last='drop'", "shuffle": "shuffle=", "generator": "join(seed=)"}
     for name in ("batch_sampler", "sampler", *ours):
         if name in options:
@@ -296,11 +296,11 @@ def _check_indexable(source: Any, batch_size: int | None, loader_options: Mappin
         wrong = [*(["batch_size"] if batch_size is not None else []), *sorted(loader_options)]
         raise UsageError(f"{type(source).__name__} makes its own batches; leave out {', '.join(wrong)}")
     if batch_size is None:
-        raise UsageError("batches(dataset) needs a batch_size; a DataLoader would bring its own")
+        raise UsageError("batches(dataset) needs a batch_size; only a DataLoader has its own")
 
 
 def _can_be_sharded(loader: DataLoader[Any]) -> bool:
-    """Whether a loader goes through a whole data set in torch's own way, so that workers can share it out."""
+    """Whether a loader uses a whole data set with one of torch's samplers, so that workers can share it."""
     sampler = loader.sampler
     if type(loader.batch_sampler) is not BatchSampler:
         return False
@@ -317,7 +317,7 @@ def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _to_fetch(shard: Shard) -> Tensor:
-    """The shard's samples; for an empty one a borrowed sample, so that its worker can take part at weight 0."""
+    """The shard's samples; for an empty one a borrowed sample, so that its worker takes part at weight 0."""
     return shard.indices if len(shard.indices) else torch.tensor([0])
 
 

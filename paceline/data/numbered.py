@@ -1,4 +1,4 @@
-"""The batches of a data set by number, for runs in which somebody else says which batch comes next."""
+"""The batches of a data set by number, for runs in which a server chooses the next batch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class NumberedBatches:
     def __init__(
         self, dataset: Dataset[Any], sampler: ShardedSampler, collate: Callable[[Any], Any] | None = None
     ) -> None:
-        self.sampler = sampler  # of one worker: its steps are the batches
+        self.sampler = sampler  # of a world of one: its steps are the batches
         self._dataset = dataset
         self._collate = collate or default_collate
-        self._orders: dict[int, Tensor] = {}  # of the epochs under way
+        self._orders: dict[int, Tensor] = {}  # the sample orders of recent epochs
 
     def fetch(self, epoch: int, number: int) -> tuple[Any, int]:
-        """Give batch ``number`` of ``epoch``, and how many samples it has."""
+        """Fetch batch ``number`` of ``epoch``; return it and its number of samples."""
         indices = self._indices(epoch, number)
         if type(self._dataset) is TensorDataset:
             return [tensor[indices] for tensor in self._dataset.tensors], len(indices)
-        # Seeded as where each worker takes its batches in turn: by the position of the first sample.
+        # Seeded by the position of the first sample, as in a DatasetFeed.
         first = number * self.sampler.batch_size
         fetch = NumberedFetch(self._dataset, self.sampler.seed, epoch)
         return self._collate(fetch.__getitems__([(first, indices.tolist())])), len(indices)

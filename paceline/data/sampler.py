@@ -1,8 +1,8 @@
-"""Which samples each worker takes at each step, so that an epoch covers every sample once.
+"""Chooses the samples of each worker and step, so that an epoch covers every sample once.
 
-All workers share one order per epoch. A step takes the next ``world_size * batch_size`` samples of it and
-every rank its own contiguous slice. Where an epoch stands is therefore one number, the samples consumed by
-all workers together, from which any other number of workers with any other batch size can go on.
+All workers share one order per epoch. A step takes its next ``world_size * batch_size`` samples, and every rank a
+contiguous slice of them. The position in an epoch is therefore one number, the samples consumed by all workers
+together. Any other number of workers, with any batch size, can resume from it.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ Last = Literal["short", "drop", "pad"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shard:
-    """One rank's part of one step: its samples, and enough to know every other rank's share."""
+    """One rank's part of one step: its samples, and the sizes of all ranks' parts."""
 
     indices: Tensor  # int64, a view into the epoch's order; may be empty in the last step
     epoch: int
-    number: int  # unique within the epoch; of a full batch, the position of its first sample in the order
+    number: int  # unique within the epoch; for a full batch the position of its first sample in the order
     total: int  # samples of this step over all ranks
     world_size: int
-    consumed_after: int  # samples of the epoch taken by all ranks once this step is done
+    consumed_after: int  # samples of the epoch taken by all ranks after this step
 
     def count(self, rank: int) -> int:
-        """How many samples the given rank takes in this step; over all ranks they sum to ``total``."""
+        """The number of samples of a rank in this step; over all ranks they sum to ``total``."""
         start, stop = _slice(self.total, rank, self.world_size)
         return stop - start
 
 
 @dataclass(frozen=True)
 class ShardedSampler:
-    """Deal an epoch's samples to the ranks of a world, shuffled, complete and resumable.
+    """Distribute an epoch's samples over the ranks of a world, shuffled, complete and resumable.
 
-    ``last`` says what becomes of an incomplete last step: ``short`` divides it evenly, so ranks may get fewer
-    samples or none, and take part with that weight; ``drop`` leaves it out; ``pad`` fills it up with samples
-    from the epoch's start.
+    ``last`` chooses the treatment of an incomplete last step. ``short`` divides it evenly: ranks may get fewer
+    samples or none, and take part with that weight. ``drop`` leaves it out. ``pad`` fills it up with samples from
+    the epoch's start.
 
     >>> sampler = ShardedSampler(num_samples=5, batch_size=2, rank=1, world_size=2, shuffle=False)
     >>> [shard.indices.tolist() for shard in sampler.epoch(0)]
@@ -93,7 +93,7 @@ class ShardedSampler:
         return self.steps_left(0)
 
     def steps_left(self, consumed: int) -> int:
-        """Steps until the epoch's end when ``consumed`` samples of it have been taken."""
+        """Steps until the epoch's end after ``consumed`` samples."""
         left = self.num_samples - consumed
         return left // self._step_size if self.last == "drop" else -(-left // self._step_size)
 
@@ -105,7 +105,7 @@ class ShardedSampler:
         return torch.randperm(self.num_samples, generator=generator, device="cpu")
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Shard]:
-        """Yield this rank's shard of every step of the epoch that is left after ``consumed`` samples."""
+        """Yield this rank's shard of every step of the epoch after its first ``consumed`` samples."""
         if not 0 <= consumed <= self.num_samples:
             raise UsageError(
                 f"cannot go on after {consumed} samples of an epoch that has {self.num_samples}; "
@@ -134,7 +134,7 @@ def _slice(total: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def take_places(order: Tensor, start: int, stop: int) -> Tensor:
-    """Positions start to stop of the order repeated without end."""
+    """Positions start to stop of the endlessly repeated order."""
     if stop <= len(order):
         return order[start:stop]
     return order[torch.arange(start, stop, device="cpu") % len(order)]

@@ -1,4 +1,4 @@
-"""Where a session stands in its data, and the loop over what is left of it."""
+"""A session's position in its data, and the iteration over the remaining batches."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from paceline.seeding import capture_streams, restore_streams
 
 
 class BatchStream:
-    """Hand out batches, remember which were used, and take up an epoch where a checkpoint left it.
+    """Hand out batches, remember which were used, and resume an epoch at a checkpoint's position.
 
-    A batch is used once the step on it is done, or the next one is asked for; so a checkpoint written after a
-    step goes on behind its batch, and one written before the step repeats it.
+    A batch counts as used when its step is done, or when the next batch is requested. So a checkpoint written after
+    a step resumes after its batch, and one written before the step repeats it.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
         self.batch: Fetched | None = None  # handed out and not used yet
         self.handed_out = False  # any batch, in this process
-        self.consumed = 0  # the feed's position behind the last batch used
-        self._at_start: dict[str, Any] | None = None  # what the order of the present epoch depends on
-        self._unit: str | None = None  # what the position counts
+        self.consumed = 0  # the feed's position after the last used batch
+        self._at_start: dict[str, Any] | None = None  # the captured state that the present epoch's order depends on
+        self._unit: str | None = None  # of the position
         self._loaded = False
         self._under_way = False
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Go through the epochs up to ``count`` that are not done; the body may call ``batches`` on each."""
+        """Iterate over the unfinished epochs up to ``count``; the loop's body may call ``batches`` in each."""
         while self.epoch < count:
             before = self.epoch
             yield before
@@ -36,10 +36,10 @@ class BatchStream:
                 self._finish_epoch()
 
     def batches(self, feed: Feed, epochs: int | None) -> Iterator[Any]:
-        """Give the data of the batches left up to the end of ``epochs``, or of the present epoch."""
+        """Iterate over the remaining batches up to the end of ``epochs``, or of the present epoch."""
         if self._under_way:
             raise UsageError(
-                "batches() is already under way in this session, and its position is what a checkpoint keeps; "
+                "batches() is already under way in this session, and a checkpoint holds only one position; "
                 "use a plain DataLoader for other data, such as evaluation"
             )
         self._under_way = True
@@ -73,18 +73,18 @@ class BatchStream:
     def _rest_of_epoch(self, feed: Feed) -> Iterator[Fetched]:
         if self.consumed > 0 and self._unit != feed.unit:
             raise UsageError(
-                f"the epoch stands after {self.consumed} {self._unit}, and these batches are counted in {feed.unit}; "
-                "go on with the same kind of source (a DataLoader is one thing on one worker and another on several)"
+                f"the epoch stands after {self.consumed} {self._unit}, but these batches are counted in {feed.unit}; "
+                "use the same kind of source (a DataLoader counts differently on one worker and on several)"
             )
         self._unit = feed.unit
         if self._at_start and (self.consumed > 0 or self._loaded):
             now = capture_streams()
             feed.restore(self._at_start)
             if self.consumed > 0:
-                rest = feed.start(self.epoch, self.consumed)  # draws the same order again, up to where we stand
+                rest = feed.start(self.epoch, self.consumed)  # draws the same order again, up to this position
                 restore_streams(now)
                 return rest
-            restore_streams(now)  # the epoch has not begun: only the loader's own generators were needed
+            restore_streams(now)  # at an epoch's start, only the loader's own generators were needed
         self._loaded = False
         self._at_start = feed.capture()
         return feed.start(self.epoch, self.consumed)

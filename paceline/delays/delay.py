@@ -1,4 +1,4 @@
-"""How long workers compute: a distribution, perhaps shifted, perhaps changed for single workers; and its text form.
+"""Compute times of workers: a distribution, optionally shifted or changed for single workers, and its text form.
 
 >>> delay = parse_delay("1+exp(0.5) slow(worker=3, factor=5)")
 >>> delay.mean(worker=0), delay.mean(worker=3)
@@ -6,8 +6,8 @@
 >>> str(delay)
 '1+exp(0.5) slow(worker=3, factor=5)'
 
-The text is a sum of numbers and at most one distribution, then changes, each behind a blank. ``exp(0.5)`` has the
-*rate* 0.5 and so the mean 2, as the lecture decks write it. Times have no unit here; the virtual cluster takes seconds.
+The text is a sum of numbers and at most one distribution, then changes, each after a space. ``exp(0.5)`` has the
+*rate* 0.5 and so the mean 2, as in the lecture decks. Times have no unit here; the virtual cluster uses seconds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 
 EXAMPLES = "2, 1+exp(0.5), lognormal(median=1, sigma=0.5), 1+exp(0.5) slow(worker=3, factor=5) fails(worker=2, at=60)"
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = 120  # what errors quote of longer input
+_SHORT.maxstring = 120  # characters that errors quote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Shifted(Delay):
     rest: Distribution
 
     def __post_init__(self) -> None:
-        Constant(value=self.shift)  # refuses what is no time
+        Constant(value=self.shift)  # refuses a shift that is no time
         if isinstance(self.rest, Constant) or not isinstance(self.rest, Distribution):
             raise UsageError(f"wanted a distribution to shift, found {self.rest!r}; for example 1+exp(0.5)")
 
@@ -89,7 +89,7 @@ class Shifted(Delay):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What is different about some workers; a subclass is a frozen dataclass and one line in ``CHANGES``."""
+    """A change of some workers' delay; a subclass is a frozen dataclass and one line in ``CHANGES``."""
 
     name: ClassVar[str]  # as users type it
 
@@ -97,7 +97,7 @@ class Change:
         check_types("change", self.name, self)
 
     def factors_of(self, workers: Workers) -> float | Times:
-        """By how much the times of these workers are multiplied."""
+        """The factors that multiply these workers' times."""
         return 1.0
 
     def fails_at(self, worker: int) -> float:
@@ -107,7 +107,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Factors(Change):
-    """Multiply everybody's times: ``factors(1, 1, 2)`` makes the workers 2, 5, 8, ... take twice as long."""
+    """Multiply all workers' times: ``factors(1, 1, 2)`` makes the workers 2, 5, 8, ... take twice as long."""
 
     name: ClassVar[str] = "factors"
 
@@ -150,7 +150,7 @@ class Slow(Change):
 
 @dataclass(frozen=True, kw_only=True)
 class Fails(Change):
-    """Let one worker fail for good: what it has not finished by the time ``at`` it never finishes."""
+    """Let one worker fail for good at the time ``at``: it never finishes its step."""
 
     name: ClassVar[str] = "fails"
 
@@ -217,7 +217,7 @@ class Changed(Delay):
 
 
 def parse_delay(text: str | Delay) -> Delay:
-    """Take a delay as text, such as ``"1+exp(0.5)"``, or as itself."""
+    """Read a delay from text, such as ``"1+exp(0.5)"``; a ``Delay`` is returned as it is."""
     if isinstance(text, Delay):
         return text
     if not isinstance(text, str):
@@ -238,7 +238,7 @@ def _sum(terms: list[str]) -> Distribution | Shifted:
         return Constant(value=math.fsum(numbers))
     for name in map(_name, others):
         if name in CHANGES:
-            raise UsageError(f"{name} changes a delay: write it behind one, after a blank, as in exp(1) slow(3, 5)")
+            raise UsageError(f"{name} changes a delay: write it after one, with a space, as in exp(1) slow(3, 5)")
     if len(others) > 1:
         raise UsageError(f"wanted at most one distribution, found {' and '.join(others)}")
     rest = _build("delay", DISTRIBUTIONS, others[0])

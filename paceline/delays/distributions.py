@@ -1,4 +1,4 @@
-"""How long a worker computes on one mini-batch, at random: what every delay can do, and the distributions.
+"""Random compute times of one mini-batch: the interface of every delay, and the distributions.
 
 >>> Exponential(rate=0.5).mean(worker=0)
 2.0
@@ -25,11 +25,11 @@ from paceline.spec import check_types, print_call
 Times: TypeAlias = npt.NDArray[np.float64]
 Workers: TypeAlias = npt.NDArray[np.integer[Any]]
 
-SMALLEST, LARGEST = 1e-50, 1e50  # of any parameter but 0, so that no time overflows or vanishes
+SMALLEST, LARGEST = 1e-50, 1e50  # limits of every parameter except 0, so that no time overflows or underflows
 
 
 class Delay(ABC):
-    """A frozen value that draws compute times; all randomness comes from the generator it is handed."""
+    """A frozen value that draws compute times; all randomness comes from the generator argument."""
 
     @abstractmethod
     def sample(self, generator: np.random.Generator, workers: Workers, at: float | Times = 0.0) -> Times:
@@ -40,7 +40,7 @@ class Delay(ABC):
 
     @abstractmethod
     def mean(self, worker: int) -> float:
-        """The expected compute time of a worker; infinite if it fails some day, or if its tail is that heavy."""
+        """The expected compute time of a worker; infinite if it fails at some time, or if the mean does not exist."""
 
     def fails_at(self, worker: int) -> float:
         """The time at which a worker fails; infinity if it never does."""
@@ -52,7 +52,7 @@ class Delay(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution(Delay):
-    """The same for all workers, and independent of what was drawn before; one line in ``DISTRIBUTIONS``."""
+    """A delay with independent draws, the same for all workers; a subclass is one line in ``DISTRIBUTIONS``."""
 
     name: ClassVar[str]  # as users type it
 
@@ -160,7 +160,7 @@ class Pareto(Distribution):
 
 @dataclass(frozen=True, kw_only=True)
 class Gaussian(Distribution):
-    """Normal with mean ``mu`` and deviation ``sigma``, of which negative times are drawn again."""
+    """Normal with mean ``mu`` and deviation ``sigma``; negative times are drawn again."""
 
     name: ClassVar[str] = "gaussian"
 
@@ -169,7 +169,7 @@ class Gaussian(Distribution):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "mu", at_least=0.0)  # so that half of the draws or more are kept
+        check_range(self, "mu", at_least=0.0)  # so that at least half of the draws are kept
         check_range(self, "sigma")
 
     def draw(self, generator: np.random.Generator, count: int) -> Times:
@@ -188,7 +188,7 @@ class Gaussian(Distribution):
 class Measured(Distribution):
     """Times drawn with replacement from a file of numbers, or from the steps of a run (its directory or metrics).
 
-    Of a run the time of a step is its forward and backward pass, on whichever worker. As text:
+    The time of a run's step is that of its forward and backward pass, on any worker. As text:
     ``measured(times.txt)``, ``measured(runs/digits-1)``.
     """
 
@@ -198,14 +198,14 @@ class Measured(Distribution):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.times.mean()  # reads the file, so that a mistake is told now
+        self.times.mean()  # reads the file, so that a wrong file raises now
 
     def __str__(self) -> str:
         return print_call(self.name, {"file": self.file})
 
     @cached_property
     def times(self) -> Times:
-        """The times in the file, in its order."""
+        """The times of the file, in order."""
         return np.asarray(read_times(Path(self.file)), dtype=np.float64)
 
     def draw(self, generator: np.random.Generator, count: int) -> Times:

@@ -1,7 +1,7 @@
-"""Compute times that are made up: how long each step of a real worker is held up, drawn from a delay.
+"""Injected delays: the seconds by which each step of a real worker is delayed, drawn from a delay.
 
->>> pauses = InjectedDelays("1+exp(0.5) slow(worker=3, factor=5)", parse_unit("40ms"), seed=0, worker=3)
->>> pauses.of_step(7) >= 5 * 0.04
+>>> delays = InjectedDelays("1+exp(0.5) slow(worker=3, factor=5)", parse_unit("40ms"), seed=0, worker=3)
+>>> delays.of_step(7) >= 5 * 0.04
 True
 """
 
@@ -21,9 +21,9 @@ _FRESH = {"bit_generator": "PCG64", "has_uint32": 0, "uinteger": 0}
 
 
 class InjectedDelays:
-    """The pauses of one worker, as the delay ``text`` has them, times ``unit`` seconds.
+    """The injected delays of one worker: times of the delay ``text``, in units of ``unit`` seconds.
 
-    Each is drawn by itself from the seed, the worker and the step: the same in every run, whatever came before.
+    Each is drawn from the seed, the worker and the step alone, so it is the same in every run.
     """
 
     def __init__(self, text: str, unit: float, *, seed: int, worker: int) -> None:
@@ -33,16 +33,16 @@ class InjectedDelays:
         self._generator = np.random.Generator(np.random.PCG64(0))
 
     def of_step(self, step: int) -> float:
-        """How many seconds the step is held up."""
-        # A new generator would first spread its seed over its state, which takes most of the time; this one is spread.
+        """The seconds by which the step is delayed."""
+        # Setting the state is much faster than a new generator, and the derived seed is already well mixed.
         state = {"state": derive_seed(self._seed, "pause", self._worker, step), "inc": 1}
         self._generator.bit_generator.state = {**_FRESH, "state": state}
         (time,) = self._delay.sample(self._generator, np.array([self._worker]))
-        return min(float(time) * self._unit, threading.TIMEOUT_MAX)  # longer than any run, and no call refuses it
+        return min(float(time) * self._unit, threading.TIMEOUT_MAX)  # the longest wait that Python accepts
 
 
 def parse_unit(text: str) -> float:
-    """Read what a time of 1 in a delay means, such as ``40ms``, in seconds."""
+    """Read the unit of a delay's times, such as ``40ms``, in seconds."""
     try:
         return _check_unit(read_quantity(text, TIMES), text)
     except UsageError as error:
@@ -59,7 +59,7 @@ def _without_failures(delay: Delay) -> Delay:
     for change in delay.changes if isinstance(delay, Changed) else ():
         if isinstance(change, Fails):
             raise UsageError(
-                f"the delay has {change}, but real workers are only held up; "
+                f"the delay has {change}, but real workers can only be delayed; "
                 "to see one fail, kill its process, as in kill -9 PID"
             )
     return delay

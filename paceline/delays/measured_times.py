@@ -1,4 +1,4 @@
-"""Read the compute times that were measured: a file of numbers, or the metrics of a run."""
+"""Reads measured compute times from a file of numbers, or from the metrics of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WANTED = "wanted a file of numbers, one or more a line, or a run's directory or
 
 
 def read_times(path: Path) -> tuple[float, ...]:
-    """Read seconds of computing; of a run those of forward and backward in every step, on any worker."""
+    """Read compute times in seconds; a run gives the forward and backward time of every step of any worker."""
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
         times = tuple(_times_of_run(file) if file.suffix == ".jsonl" else _numbers(file))
@@ -34,11 +34,11 @@ def _numbers(file: Path) -> Iterator[float]:
 
 
 def _times_of_run(file: Path) -> Iterator[float]:
-    from paceline.record.metrics import read_metrics  # who reads no run starts without torch's seconds
+    from paceline.record.metrics import read_metrics  # imports torch, which takes seconds
 
     for event in read_metrics(file):
         if isinstance(event, dict) and event.get("event") == "step" and "seconds" in event:
             try:
                 yield event["seconds"]["forward"] + event["seconds"]["backward"]
             except (TypeError, KeyError):
-                raise ValueError(f"step {event.get('step')} does not tell its forward and backward time") from None
+                raise ValueError(f"step {event.get('step')} has no forward and backward time") from None

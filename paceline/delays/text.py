@@ -1,4 +1,4 @@
-"""The text of a delay taken apart: terms added with ``+``, then changes of single workers behind blanks.
+"""Splits the text of a delay: terms added with ``+``, then changes of single workers, separated by spaces.
 
 >>> split_terms("1 + exp(0.5) slow(worker=3, factor=5)")
 (['1', 'exp(0.5)'], ['slow(worker=3, factor=5)'])
@@ -24,7 +24,7 @@ _NAMED = re.compile(r"([A-Za-z]\w*)\s*=\s*(.*)", re.A | re.S)
 
 
 def split_terms(text: str) -> tuple[list[str], list[str]]:
-    """Give the terms of the sum and the changes behind it, each still as text."""
+    """Split into the terms of the sum and the changes after it, each still text."""
     sums, changes = [], []
     term, rest = _take_term(text.strip())
     sums.append(term)
@@ -35,7 +35,7 @@ def split_terms(text: str) -> tuple[list[str], list[str]]:
         if "+" not in joint[0]:
             changes.append(term)
         elif changes:
-            raise UsageError(f"{term!r} is added behind {changes[-1]!r}: write the whole sum first, then the changes.")
+            raise UsageError(f"{term!r} is added after {changes[-1]!r}: write the whole sum first, then the changes.")
         else:
             sums.append(term)
     return sums, changes
@@ -46,24 +46,24 @@ def _take_term(text: str) -> tuple[str, str]:
     if match is None:
         found = repr(text[:40]) if text else "the end"
         hint = " (is a bracket open?)" if text.count("(") > text.count(")") else ""
-        raise UsageError(f"wanted a number, not negative and without a unit, or name(value, ...); found {found}{hint}.")
+        raise UsageError(f"wanted a number (not negative, without a unit) or name(value, ...); found {found}{hint}.")
     return match[0], text[match.end() :]
 
 
 def as_number(term: str) -> float | None:
-    """Give the value of a term that is a number alone, or None."""
+    """The value of a term that is a plain number, else None."""
     return float(term) if re.fullmatch(_NUMBER, term) else None
 
 
 def name_options(term: str, fields: Mapping[str, Any]) -> str:
-    """Name the values of a call: the first one without a name is the first field's, and so on.
+    """Write a call's positional values as named options, in the order of ``fields``.
 
-    A first field that is a tuple takes all of them, and text (the name of a file) need not be in quotes.
+    If the first field is a tuple it takes all values. Text, such as a file name, needs no quotes.
     """
     name, _, inside = (part.strip() for part in term.partition("("))
     inside = inside.removesuffix(")").strip()
     if re.search(r"^,|,\s*,", re.sub(_QUOTED, "text", inside)):
-        raise UsageError(f"a value is missing beside a comma in {term}.")
+        raise UsageError(f"a value is missing next to a comma in {term}.")
     values = [value for piece in _PIECE.findall(inside) if (value := piece.strip())]
     first = next(iter(fields))
     if values and get_origin(fields[first]) is tuple and not any(map(_NAMED.fullmatch, values)):

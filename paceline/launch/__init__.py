@@ -1,6 +1,6 @@
-"""Starting workers on this host, and finding out from the environment which worker one is.
+"""Starts workers on this host, and reads from the environment which worker a process is.
 
-``supervisor`` runs a script on local workers; ``worker`` is what it starts; ``reports`` is the line between
-them; ``environment`` is the only module of the library (beside the command) that reads environment variables, and
-``process_environment`` makes those of the processes that are started.
+``supervisor`` runs a script on local workers. ``worker`` is the program that it starts. ``reports`` is the pipe from
+worker to supervisor. Only ``environment`` and the command read environment variables; ``process_environment`` makes
+those of the started processes.
 """

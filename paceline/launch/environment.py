@@ -1,4 +1,4 @@
-"""What the environment says: which worker of which world this process is, and what its launcher asked for."""
+"""Reads the environment: this process's rank, the number of workers, and the launcher's options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVICE = (_SERVER, TOKEN, _ROLE, _MEMORY_DESCRIPTOR, _INCARNATION, _DELAY, _BIN
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A worker's place among all workers: its rank of ``size``, and on its host ``local_rank`` of ``local_size``."""
+    """A worker's rank among ``size`` workers, and its ``local_rank`` among the ``local_size`` of its host."""
 
     rank: int
     size: int
@@ -51,7 +51,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOrder:
-    """What a server is to replay."""
+    """The trace that a server replays, and how far."""
 
     trace: str  # the path of the file
     until: int | None = None  # the version to stop at
@@ -61,60 +61,60 @@ class ReplayOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAssignment:
-    """A process's place at a parameter server: which of the two it is, and what it needs to find or be one.
+    """A process's role under a parameter server, and what it needs to connect to the server or to be it.
 
-    Every worker that ``paceline run`` starts has one, also if no server will be needed.
+    Every worker that ``paceline run`` starts has one, even if no server is needed.
     """
 
-    address: str  # that the server binds and workers connect to, such as ipc://@name or tcp://host:port
-    token: str  # in hexadecimal digits: who has it may join
+    address: str  # the server binds it and workers connect to it: ipc://@name or tcp://host:port
+    token: str  # in hexadecimal digits; every process that has it may join
     role: Literal["worker", "server"] = "worker"
-    workers: int | None = None  # expected from the start; None where the server is on another host and knows
-    memory_fd: int | None = None  # memory that the server shares with the workers started beside it; None elsewhere
-    incarnation: int = 0  # how many of this rank there were before
-    delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that its 1 stands for
-    bind: str | None = None  # for the server: host:port for workers that were started elsewhere; port 0 is any
+    workers: int | None = None  # expected from the start; None under a server on another host
+    memory_fd: int | None = None  # memory shared by the server and the workers of its host; None on other hosts
+    incarnation: int = 0  # the number of earlier processes of this rank
+    delay: tuple[str, float] | None = None  # compute time to inject: its text, and the length of its unit in seconds
+    bind: str | None = None  # for the server: host:port for workers of other hosts; port 0 is any
     trusted: bool = False  # whether nothing is encrypted between hosts
-    replay: ReplayOrder | None = None  # for the server: make a recorded run again
-    shard_fds: tuple[int, ...] = ()  # the same memory of the servers beside the first, if there are several
-    shard: int = 0  # for a server: which of them it is
+    replay: ReplayOrder | None = None  # for the server: replay a recorded run
+    shard_fds: tuple[int, ...] = ()  # the shared memory of each further server
+    shard: int = 0  # for a server: its number among the servers
 
     @property
     def joining(self) -> bool:
-        """Whether this is a worker of a server on another host, or started apart from it."""
+        """Whether this is a worker that joins a server over TCP."""
         return self.role == "worker" and self.address.startswith("tcp://")
 
     def shard_address(self, shard: int) -> str:
-        """Where a server beside the first, from 1 on, listens on this host."""
+        """The address of a further server (1 and up) on this host."""
         return f"{self.address}-{shard}"
 
     def shard_bind(self, shard: int) -> str | None:
-        """The host:port of a server beside the first, for workers from elsewhere: ports one behind the other."""
+        """The host:port of a further server, for workers of other hosts; the ports are consecutive."""
         if self.bind is None:
             return None
         host, _, port = self.bind.rpartition(":")
         return f"{host}:{int(port) + shard if int(port) else 0}"
 
 
-_assignment: ServerAssignment | None = None  # as taken
+_assignment: ServerAssignment | None = None  # as taken from the environment
 
 
 def read_world(environment: Mapping[str, str] | None = None) -> World | None:
     """Read the world that ``paceline run``, ``torchrun``, Slurm's ``srun`` or the like put into the environment.
 
-    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` go together; without ``LOCAL_RANK`` and
-    ``LOCAL_WORLD_SIZE`` the worker is taken to be alone on its host, as where each has a container of its own.
-    Under ``srun`` only the last two of the four have to be set. Without any launcher there is no world: ``None``; nor
-    for a server, or for a worker whose rank is the server's to give.
+    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` go together. Without ``LOCAL_RANK`` and
+    ``LOCAL_WORLD_SIZE`` the worker counts as the only one of its host. Under ``srun`` only the two ``MASTER_``
+    variables have to be set. The result is ``None`` without a launcher, for a server, and for a worker whose rank
+    comes from the server.
     """
-    found = _Variables(os.environ if environment is None else environment)
-    at_server = found.any(_SERVER) or (environment is None and _assignment is not None)
-    if at_server and not found.any("RANK"):
+    variables = _Variables(os.environ if environment is None else environment)
+    at_server = variables.any(_SERVER) or (environment is None and _assignment is not None)
+    if at_server and not variables.any("RANK"):
         return None
-    if found.any("RANK", "WORLD_SIZE"):
-        return _torch_world(found)
-    if found.any("SLURM_PROCID"):
-        return _slurm_world(found)
+    if variables.any("RANK", "WORLD_SIZE"):
+        return _torch_world(variables)
+    if variables.any("SLURM_PROCID"):
+        return _slurm_world(variables)
     return None
 
 
@@ -125,25 +125,25 @@ def read_rank_and_size() -> tuple[int, int] | None:
 
 
 def asked_policy(environment: Mapping[str, str] | None = None) -> str | None:
-    """The policy given to ``paceline run --policy``, if one was."""
+    """The policy given by ``paceline run --policy``, if any."""
     return (os.environ if environment is None else environment).get(POLICY) or None
 
 
 def asked_token() -> str | None:
-    """The join token that the user has put into the environment, if so."""
+    """The join token that the user put into the environment, if any."""
     return os.environ.get(TOKEN) or None
 
 
 def launched_command() -> list[str]:
-    """What a supervisor has started in this process: a script or ``-m module``, and its arguments; empty if nothing."""
+    """The script or ``-m module`` that a supervisor started in this process, with its arguments; else empty."""
     ours = ["-m", "paceline.launch.worker"]
     return sys.orig_argv[3:] if sys.orig_argv[1:3] == ours else []
 
 
 def take_supervisor() -> tuple[int, int] | None:
-    """Take out of the environment the supervisor's process id and the descriptor of the line to it, if any.
+    """Take the supervisor's process id and the descriptor of the report pipe out of the environment, if set.
 
-    They are this process's alone: its children must not find them.
+    Children of this process must not find them.
     """
     values = [os.environ.pop(name, "") for name in (SUPERVISOR, REPORT_DESCRIPTOR)]
     if not all(value.isdecimal() for value in values):
@@ -152,9 +152,9 @@ def take_supervisor() -> tuple[int, int] | None:
 
 
 def take_server_assignment() -> ServerAssignment | None:
-    """Take this process's place at a parameter server out of the environment, and give it again when asked again.
+    """Take this process's assignment out of the environment; later calls return the same one.
 
-    Its children find neither the token nor the memory.
+    Children of this process find neither the token nor the memory.
     """
     global _assignment
     if os.environ.get(_SERVER):
@@ -165,33 +165,33 @@ def take_server_assignment() -> ServerAssignment | None:
 
 
 def _read_server_assignment(environment: Mapping[str, str]) -> ServerAssignment:
-    found = _Variables(environment)
-    role = found.text(_ROLE, _SERVER) if found.any(_ROLE) else "worker"
+    variables = _Variables(environment)
+    role = variables.text(_ROLE, _SERVER) if variables.any(_ROLE) else "worker"
     if role not in ("worker", "server"):
         raise UsageError(f"{_ROLE} should be server, or not set, found {role!r} in the environment")
-    memory, *others = _own_descriptors(found)
+    memory, *others = _own_descriptors(variables)
     return ServerAssignment(
-        address=found.text(_SERVER, _SERVER),
-        token=found.text(TOKEN, _SERVER),
+        address=variables.text(_SERVER, _SERVER),
+        token=variables.text(TOKEN, _SERVER),
         role="server" if role == "server" else "worker",
-        workers=found.number("WORLD_SIZE", _SERVER, least=1) if found.any("WORLD_SIZE") else None,
+        workers=variables.number("WORLD_SIZE", _SERVER, least=1) if variables.any("WORLD_SIZE") else None,
         memory_fd=memory,
-        incarnation=found.number(_INCARNATION, _SERVER) if found.any(_INCARNATION) else 0,
-        delay=_read_delay(found.text(_DELAY, _SERVER)) if found.any(_DELAY) else None,
-        bind=found.text(_BIND, _SERVER) if found.any(_BIND) else None,
-        trusted=found.any(_TRUSTED) and found.text(_TRUSTED, _SERVER) == "1",
-        replay=_read_replay(found.text(_REPLAY, _SERVER)) if found.any(_REPLAY) else None,
+        incarnation=variables.number(_INCARNATION, _SERVER) if variables.any(_INCARNATION) else 0,
+        delay=_read_delay(variables.text(_DELAY, _SERVER)) if variables.any(_DELAY) else None,
+        bind=variables.text(_BIND, _SERVER) if variables.any(_BIND) else None,
+        trusted=variables.any(_TRUSTED) and variables.text(_TRUSTED, _SERVER) == "1",
+        replay=_read_replay(variables.text(_REPLAY, _SERVER)) if variables.any(_REPLAY) else None,
         shard_fds=tuple(number for number in others if number is not None),
-        shard=found.number(_SHARD, _SERVER) if found.any(_SHARD) else 0,
+        shard=variables.number(_SHARD, _SERVER) if variables.any(_SHARD) else 0,
     )
 
 
-def _own_descriptors(found: _Variables) -> list[int | None]:
-    """The descriptors of the memory that each server shares, kept from children from now on; one None if it is none."""
-    if not found.any(_MEMORY_DESCRIPTOR):
+def _own_descriptors(variables: _Variables) -> list[int | None]:
+    """The descriptors of each server's shared memory, no longer inheritable; ``[None]`` without any."""
+    if not variables.any(_MEMORY_DESCRIPTOR):
         return [None]
-    descriptors = found.numbers(_MEMORY_DESCRIPTOR, _SERVER)
-    with contextlib.suppress(OSError):  # the numbers are from another life
+    descriptors = variables.numbers(_MEMORY_DESCRIPTOR, _SERVER)
+    with contextlib.suppress(OSError):  # the variable was inherited, and the descriptors are closed
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         return [*descriptors]
@@ -200,8 +200,8 @@ def _own_descriptors(found: _Variables) -> list[int | None]:
 
 def _read_delay(text: str) -> tuple[str, float]:
     try:
-        found = json.loads(text)
-        return str(found["text"]), float(found["unit"])
+        fields = json.loads(text)
+        return str(fields["text"]), float(fields["unit"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f'{_DELAY} should be like {{"text": "1+exp(0.5)", "unit": 0.04}}, found {text!r} in the environment'
@@ -209,17 +209,17 @@ def _read_delay(text: str) -> tuple[str, float]:
 
 
 def _read_replay(text: str) -> ReplayOrder:
-    found = json.loads(text)
+    fields = json.loads(text)
     return ReplayOrder(
-        trace=found["trace"],
-        until=found["until"],
-        shell=tuple(found["shell"]) if found["shell"] else None,
-        lives=tuple(found["lives"]),
+        trace=fields["trace"],
+        until=fields["until"],
+        shell=tuple(fields["shell"]) if fields["shell"] else None,
+        lives=tuple(fields["lives"]),
     )
 
 
 def server_variables(assignment: ServerAssignment) -> dict[str, str]:
-    """The environment variables in which a process finds this place; the number of workers is not among them."""
+    """The environment variables that hold this assignment, without the number of workers."""
     values = {
         _SERVER: assignment.address,
         TOKEN: assignment.token,
@@ -238,7 +238,7 @@ def server_variables(assignment: ServerAssignment) -> dict[str, str]:
 
 
 class _Variables:
-    """Environment variables that are read as numbers and complained about by name."""
+    """Reads environment variables as text or numbers; errors name the variable."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._values = values
@@ -250,13 +250,13 @@ class _Variables:
         value = self._values.get(name)
         if not value:
             raise UsageError(
-                f"{name} is not set but wanted beside {needed_for}. Start workers with 'paceline run' or torchrun, "
+                f"{name} is not set, but {needed_for} needs it. Start workers with 'paceline run' or torchrun, "
                 f"or set it; to run alone, unset {needed_for}."
             )
         return value
 
     def numbers(self, name: str, needed_for: str) -> list[int]:
-        """Several, with commas between."""
+        """Read several numbers, separated by commas."""
         return [
             _Variables({name: part or "nothing"}).number(name, needed_for)
             for part in self.text(name, needed_for).split(",")
@@ -274,40 +274,40 @@ class _Variables:
         return self.text(_MASTER[0], needed_for), self.number(_MASTER[1], needed_for, least=1, most=65535)
 
 
-def _torch_world(found: _Variables) -> World:
-    both = "RANK" if found.any("RANK") else "WORLD_SIZE"
-    size = found.number("WORLD_SIZE", both, least=1)
-    rank = found.number("RANK", both, most=size - 1)
+def _torch_world(variables: _Variables) -> World:
+    both = "RANK" if variables.any("RANK") else "WORLD_SIZE"
+    size = variables.number("WORLD_SIZE", both, least=1)
+    rank = variables.number("RANK", both, most=size - 1)
     local_rank, local_size = 0, 1
-    if found.any("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        given = "LOCAL_RANK" if found.any("LOCAL_RANK") else "LOCAL_WORLD_SIZE"
-        local_size = found.number("LOCAL_WORLD_SIZE", given, least=1, most=size)
-        local_rank = found.number("LOCAL_RANK", given, most=local_size - 1)
-    addr, port = found.master("RANK and WORLD_SIZE")
+    if variables.any("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        given = "LOCAL_RANK" if variables.any("LOCAL_RANK") else "LOCAL_WORLD_SIZE"
+        local_size = variables.number("LOCAL_WORLD_SIZE", given, least=1, most=size)
+        local_rank = variables.number("LOCAL_RANK", given, most=local_size - 1)
+    addr, port = variables.master("RANK and WORLD_SIZE")
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, master_addr=addr, master_port=port)
 
 
-def _slurm_world(found: _Variables) -> World | None:
-    if not found.any(*_MASTER, "SLURM_STEP_ID"):
-        return None  # a batch script or an interactive shell of Slurm: not one of the tasks that srun starts
-    size = found.number("SLURM_NTASKS", "SLURM_PROCID", least=1)
-    if size == 1 and not found.any(*_MASTER):
+def _slurm_world(variables: _Variables) -> World | None:
+    if not variables.any(*_MASTER, "SLURM_STEP_ID"):
+        return None  # a batch script or an interactive shell of Slurm, not a task of srun
+    size = variables.number("SLURM_NTASKS", "SLURM_PROCID", least=1)
+    if size == 1 and not variables.any(*_MASTER):
         return None
-    rank = found.number("SLURM_PROCID", "SLURM_NTASKS", most=size - 1)
-    local_size = _slurm_tasks_on_this_node(found, size)
-    local_rank = found.number("SLURM_LOCALID", "SLURM_PROCID", most=local_size - 1)
-    addr, port = found.master("SLURM_PROCID and SLURM_NTASKS")
+    rank = variables.number("SLURM_PROCID", "SLURM_NTASKS", most=size - 1)
+    local_size = _slurm_tasks_on_this_node(variables, size)
+    local_rank = variables.number("SLURM_LOCALID", "SLURM_PROCID", most=local_size - 1)
+    addr, port = variables.master("SLURM_PROCID and SLURM_NTASKS")
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, master_addr=addr, master_port=port)
 
 
-def _slurm_tasks_on_this_node(found: _Variables, size: int) -> int:
+def _slurm_tasks_on_this_node(variables: _Variables, size: int) -> int:
     """Read Slurm's list of tasks per node, such as ``4(x2),3``; without one, all tasks are on this node."""
     name = "SLURM_STEP_TASKS_PER_NODE"
-    if not found.any(name):
+    if not variables.any(name):
         return size
-    text = found.text(name, "SLURM_PROCID")
+    text = variables.text(name, "SLURM_PROCID")
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
     counts = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
     if not all(parts) or sum(counts) != size:
         raise UsageError(f"{name} should list {size} tasks like '4(x2),3', found {text!r} in the environment")
-    return counts[found.number("SLURM_NODEID", name, most=len(counts) - 1)]
+    return counts[variables.number("SLURM_NODEID", name, most=len(counts) - 1)]

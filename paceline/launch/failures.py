@@ -1,4 +1,4 @@
-"""Whose fault it was: from what is known of all processes to the one that failed first, without a process in sight."""
+"""Finds the process that failed first, from what the supervisor knows of all processes; starts and reads nothing."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-SERVER = -1  # in place of a rank; those beside the first of several servers have -2, -3, ...
-# What a worker raises when a neighbour is gone; by name, since a report carries names.
+SERVER = -1  # in place of a rank; further servers have -2, -3, ...
+# Exceptions that a worker raises when another one is gone; as names, since reports carry names.
 _CONSEQUENCES = {"CommError", "DistNetworkError", "DistBackendError", "DistStoreError"}
 _CONSEQUENCE_TEXTS = ("connection closed by peer", "connection reset", "gloo", "broken pipe")
 
 
 @dataclass(kw_only=True)
-class Life:
-    """What the supervisor knows of one worker, or of the server, so far."""
+class ProcessState:
+    """What the supervisor knows of one worker or server process."""
 
     rank: int  # or SERVER, or below it
-    incarnation: int = 0  # how many of this rank there were before
-    fruitless: int = 0  # how many of those, up to the last one, were killed before they joined
-    given_up: bool = False  # it was killed, and so were too many before it for another to be started
+    incarnation: int = 0  # the number of earlier processes of this rank
+    failed_starts: int = 0  # the number of processes of this rank, up to the last one, killed before they joined
+    given_up: bool = False  # killed, after too many failed starts to start another
     sessions: int = 0  # entered so far
     in_session: bool = False
     step: int | None = None  # the last one reported
     needs_server: bool = False  # its script has named a policy that needs one
-    address: str | None = None  # where it serves other hosts, if it does
-    failure: Mapping[str, Any] | None = None  # its last report of a failure, with the time of the first
-    exiting: int | None = None  # the exit code it announced
+    address: str | None = None  # of a server for other hosts
+    failure: Mapping[str, Any] | None = None  # the last failure report, with the time of the first
+    exiting: int | None = None  # the announced exit code
     exiting_at: float = 0.0
-    code: int | None = None  # the exit code it ended with, or minus the signal that killed it; None while it runs
+    code: int | None = None  # the exit code, or minus the signal that killed it; None while it runs
     ended_at: float = 0.0
 
-    def hear(self, report: Mapping[str, Any]) -> None:
-        """Take in a report."""
+    def update(self, report: Mapping[str, Any]) -> None:
+        """Record a report of the process."""
         match report["event"]:
             case "joined":
                 self.sessions += 1
@@ -55,7 +55,7 @@ class Life:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Who failed, when, and what to tell the user and the shell; uncertain if it may be another's consequence."""
+    """Which process failed, when, and the message and exit code; uncertain if another's failure may be the cause."""
 
     rank: int
     at: float
@@ -80,46 +80,48 @@ class Fault:
 
 
 def name_of(rank: int) -> str:
-    """What to call the process of this rank."""
+    """The name of this rank's process in messages."""
     if rank >= 0:
         return f"worker {rank}"
     return "the server" if rank == SERVER else f"server {SERVER - rank}"
 
 
-def find_fault(lives: Sequence[Life], *, served: bool = False) -> Fault | None:
-    """Find the worker at fault, if anything has gone wrong.
+def find_fault(states: Sequence[ProcessState], *, with_server: bool = False) -> Fault | None:
+    """Find the process that failed first, or return ``None`` if nothing has failed.
 
-    A neighbour often notices a death first and may even exit first, with an error of its own. So in this order, and
-    the earliest of its kind: a worker killed by a signal; one that raised an error of its own making; one that exited
-    when it should not have; one that raised what a neighbour's death leads to.
+    Another worker often reports a death first, and may even exit first, with an error of its own. So these are
+    searched in this order, the earliest of each kind: a worker killed by a signal; one that raised an error of its
+    own; one that exited too early; one that raised an error that another worker's death causes.
 
-    If the workers are ``served`` by a parameter server they may be killed, as long as one is left, or leave early.
+    ``with_server``: workers may be killed, as long as one is left, or leave early.
     """
-    failed = [life for life in lives if life.failure is not None and not (served and _came_too_late(life, lives))]
-    raised = [_raised(life, lives, served=served) for life in failed]
-    silent = [life for life in lives if life.failure is None]
-    killed = [fault for life in silent if (fault := find_kill(life)) and not (served and _may_die(life))]
-    exited = [fault for life in silent if (fault := _exited(life)) is not None]
-    if not served:
-        exited += [fault for life in silent if (fault := _left(life, lives, some_suffer=bool(raised))) is not None]
+    failed = [
+        state for state in states if state.failure is not None and not (with_server and _came_too_late(state, states))
+    ]
+    raised = [_raised(state, states, with_server=with_server) for state in failed]
+    silent = [state for state in states if state.failure is None]
+    killed = [fault for state in silent if (fault := find_kill(state)) and not (with_server and _may_die(state))]
+    exited = [fault for state in silent if (fault := _exited(state)) is not None]
+    if not with_server:
+        exited += [fault for state in silent if (fault := _left(state, states, some_suffer=bool(raised))) is not None]
     certain = [fault for fault in raised if fault.certain]
-    likeliest = killed or certain or exited or raised or (_none_left(silent) if served else [])
+    likeliest = killed or certain or exited or raised or (_none_left(silent) if with_server else [])
     return min(likeliest, key=lambda fault: fault.at, default=None)
 
 
-def _may_die(life: Life) -> bool:
-    return life.rank >= 0 and not life.given_up
+def _may_die(state: ProcessState) -> bool:
+    return state.rank >= 0 and not state.given_up
 
 
-def _came_too_late(life: Life, lives: Sequence[Life]) -> bool:
-    """Whether a worker in another's place failed because the server had ended well by then."""
-    ended_well = any(other.rank == SERVER and other.exiting == 0 for other in lives)
-    return ended_well and life.incarnation > 0 and life.failure is not None and _is_consequence(life.failure)
+def _came_too_late(state: ProcessState, states: Sequence[ProcessState]) -> bool:
+    """Whether a replacement worker failed because the server had already ended normally."""
+    ended_well = any(other.rank == SERVER and other.exiting == 0 for other in states)
+    return ended_well and state.incarnation > 0 and state.failure is not None and _is_consequence(state.failure)
 
 
-def _none_left(lives: Sequence[Life]) -> list[Fault]:
-    """The fault of the worker that was killed last, if all were."""
-    kills = [find_kill(life) for life in lives if life.rank >= 0]
+def _none_left(states: Sequence[ProcessState]) -> list[Fault]:
+    """The fault of the worker killed last, if all workers were killed."""
+    kills = [find_kill(state) for state in states if state.rank >= 0]
     if not kills or not all(kills):
         return []
     last = max((kill for kill in kills if kill is not None), key=lambda kill: kill.at)
@@ -127,7 +129,7 @@ def _none_left(lives: Sequence[Life]) -> list[Fault]:
 
 
 def _is_consequence(failure: Mapping[str, Any]) -> bool:
-    """Whether an error is of the sort that a neighbour's death leads to."""
+    """Whether an error is one that another worker's death causes."""
     types = set(failure.get("first_types", ()))
     message = str(failure.get("first_message", "")).lower()
     return bool(types & _CONSEQUENCES) or (
@@ -135,67 +137,67 @@ def _is_consequence(failure: Mapping[str, Any]) -> bool:
     )
 
 
-def _raised(life: Life, lives: Sequence[Life], *, served: bool) -> Fault:
-    assert life.failure is not None
-    certain = not _is_consequence(life.failure)
-    gone = [other.rank for other in lives if other.exiting == 0 and (other.rank == SERVER or not served)]
+def _raised(state: ProcessState, states: Sequence[ProcessState], *, with_server: bool) -> Fault:
+    assert state.failure is not None
+    certain = not _is_consequence(state.failure)
+    gone = [other.rank for other in states if other.exiting == 0 and (other.rank == SERVER or not with_server)]
     advice = "" if certain or not gone else f"({name_of(gone[0])} had exited with code 0 by then)"
     return Fault(
-        rank=life.rank,
-        at=float(life.failure["at"]),
+        rank=state.rank,
+        at=float(state.failure["at"]),
         what="failed",
-        traceback=str(life.failure.get("traceback", "")),
+        traceback=str(state.failure.get("traceback", "")),
         advice=advice,
         certain=certain,
     )
 
 
-def find_kill(life: Life) -> Fault | None:
-    """The fault of a worker killed by a signal; one that dies of it while exiting with an error is not meant."""
-    if life.code is None or life.code >= 0 or life.exiting:
+def find_kill(state: ProcessState) -> Fault | None:
+    """The fault of a worker killed by a signal, unless it was already exiting with an error."""
+    if state.code is None or state.code >= 0 or state.exiting:
         return None
-    number = -life.code
+    number = -state.code
     try:
         name = signal.Signals(number).name
     except ValueError:
         name = f"signal {number}"
-    what = f"was killed by {name}" + ("" if life.exiting is None else " while exiting with code 0")
+    what = f"was killed by {name}" + ("" if state.exiting is None else " while exiting with code 0")
     advice = "out of memory?" if number == signal.SIGKILL else ""
-    if life.given_up:
-        where = "as" if life.sessions else "before it joined, and so"
-        advice = f"{where} were the {life.fruitless} before it"
-    return Fault(rank=life.rank, at=life.ended_at, what=what, advice=advice, code=128 + number)
+    if state.given_up:
+        where = "as" if state.sessions else "before it joined, and so"
+        advice = f"{where} were the {state.failed_starts} before it"
+    return Fault(rank=state.rank, at=state.ended_at, what=what, advice=advice, code=128 + number)
 
 
-def _exit_code(life: Life) -> int | None:
-    """The code that a worker exited or is exiting with, if it does so by itself."""
-    return life.exiting if life.code is None or life.code < 0 else life.code
+def _exit_code(state: ProcessState) -> int | None:
+    """The code that a worker exited or is exiting with, unless a signal killed it before."""
+    return state.exiting if state.code is None or state.code < 0 else state.code
 
 
-def _exited(life: Life) -> Fault | None:
+def _exited(state: ProcessState) -> Fault | None:
     """The fault of a worker that exits with a code other than 0."""
-    code = _exit_code(life)
+    code = _exit_code(state)
     if not code:
         return None
-    return Fault(rank=life.rank, at=life.exiting_at or life.ended_at, what=f"exited with code {code}", code=code)
+    return Fault(rank=state.rank, at=state.exiting_at or state.ended_at, what=f"exited with code {code}", code=code)
 
 
-def _left(life: Life, lives: Sequence[Life], *, some_suffer: bool) -> Fault | None:
+def _left(state: ProcessState, states: Sequence[ProcessState], *, some_suffer: bool) -> Fault | None:
     """The fault of a worker that exits with code 0 while others wait for it.
 
-    It is judged when it has ended, since it may leave its session on the way out, or when others suffer.
+    It is judged after its end, since it may leave its session while exiting, or as soon as others fail.
     """
-    if _exit_code(life) != 0 or (life.code is None and not some_suffer):
+    if _exit_code(state) != 0 or (state.code is None and not some_suffer):
         return None
-    at = life.exiting_at or life.ended_at
-    if life.in_session:
-        where = "" if life.step is None else f" at step {life.step}"
+    at = state.exiting_at or state.ended_at
+    if state.in_session:
+        where = "" if state.step is None else f" at step {state.step}"
         what = f"exited with code 0{where} before its session ended"
         advice = "all workers run the same steps: is there an exit, or a shorter loop, for some of them only?"
-        return Fault(rank=life.rank, at=at, what=what, advice=advice)
-    waiting = [other.rank for other in lives if other.in_session and other.sessions > life.sessions]
+        return Fault(rank=state.rank, at=at, what=what, advice=advice)
+    waiting = [other.rank for other in states if other.in_session and other.sessions > state.sessions]
     if waiting:
         what = f"exited with code 0 without joining the session that worker {waiting[0]} is in"
         advice = "all workers call paceline.join() equally often"
-        return Fault(rank=life.rank, at=at, what=what, advice=advice)
+        return Fault(rank=state.rank, at=at, what=what, advice=advice)
     return None

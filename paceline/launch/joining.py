@@ -1,4 +1,4 @@
-"""What it takes to join a server on another host: its address, and a token in a file that is its owner's alone."""
+"""Reads what a worker needs to join a server on another host: the address, and a token in a file of mode 600."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paceline.errors import UsageError
 from paceline.launch.environment import TOKEN, asked_token
 from paceline.launch.service import make_token
 
-TOKEN_FILE = Path("paceline-token")  # where a server's new token goes by default
+TOKEN_FILE = Path("paceline-token")  # the default file of a server's new token
 _PLACE = re.compile(r"(\[[^\[\]/\s]+\]|[^:\[\]/\s]+):([0-9]{1,5})")
 _TOKEN = re.compile(r"([0-9a-fA-F]{2}){16,128}")
 _ANY_INTERFACE = ("*", "0.0.0.0", "[::]")
 
 
 def read_address(text: str) -> str:
-    """Read the address of a server, ``host:port`` or as ``paceline serve`` prints it, ``tcp://host:port``."""
+    """Read the address of a server: ``host:port``, or ``tcp://host:port`` as ``paceline serve`` prints it."""
     host, port = _split("--join", text.removeprefix("tcp://"))
     if port == 0 or host in _ANY_INTERFACE:
         raise UsageError(f"--join wants the address of a server, such as node1:4711, found {text!r}")
@@ -26,13 +26,13 @@ def read_address(text: str) -> str:
 
 
 def read_bind(text: str) -> str:
-    """Read where a server is to listen, ``host:port``; port 0 is any that is free."""
+    """Read the ``host:port`` that a server listens at; port 0 is any free one."""
     host, port = _split("--bind", text)
     return f"{host}:{port}"
 
 
 def reachable(address: str, hostname: str) -> str:
-    """What workers can write for the ``tcp://host:port`` that a server listens at."""
+    """The ``host:port`` under which workers reach a server that listens at ``tcp://host:port``."""
     host, port = _split("the server's address", address.removeprefix("tcp://"))
     if host.startswith("[::ffff:"):  # an IPv4 address, as sockets for both kinds write it
         host = host.removeprefix("[::ffff:").removesuffix("]")
@@ -47,7 +47,7 @@ def _split(what: str, text: str) -> tuple[str, int]:
 
 
 def find_token(file: Path | None) -> str:
-    """The token to join with: that of the file, or of the variable ``PACELINE_TOKEN``."""
+    """The token to join with, from the file or from the variable ``PACELINE_TOKEN``."""
     if file is not None:
         return _read_token(file)
     token = asked_token()
@@ -60,12 +60,12 @@ def find_token(file: Path | None) -> str:
 
 
 def find_or_make_token(file: Path | None) -> tuple[str, Path | None]:
-    """The token to serve with, and the file that it is in; if there is none yet, a file with a new one is made."""
+    """The token of a server and the file that holds it; a missing file is made, with a new token."""
     if file is None and asked_token() is not None:
         return find_token(None), None
     file = (file or TOKEN_FILE).absolute()
     try:
-        # Nobody can have put a file or a link there before us, and nobody else can read it at any moment.
+        # O_EXCL refuses a file or link that is already there; 0o600 keeps other users from reading from the start.
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return _read_token(file), file
@@ -80,9 +80,9 @@ def find_or_make_token(file: Path | None) -> tuple[str, Path | None]:
 def _read_token(file: Path) -> str:
     try:
         with file.open() as stream:
-            found = os.fstat(stream.fileno())
-            # Pipes, as a shell's <(...) makes, have no other readers.
-            if stat.S_ISREG(found.st_mode) and (found.st_mode & 0o077 or found.st_uid != os.geteuid()):
+            status = os.fstat(stream.fileno())
+            # Pipes, such as a shell's <(...), have no other readers.
+            if stat.S_ISREG(status.st_mode) and (status.st_mode & 0o077 or status.st_uid != os.geteuid()):
                 raise UsageError(
                     f"the token in {file} may be another user's: make it your own and run chmod 600 {file}"
                 )

@@ -1,4 +1,4 @@
-"""The environments that a supervisor gives to its processes."""
+"""Makes the environments of the processes that a supervisor starts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from paceline.launch.environment import POLICY, SERVICE, SUPERVISOR, TORCHRUN, S
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnvironment:
-    """What the processes of one run find in their environments: ``base`` (or ours), torchrun's variables and our own.
+    """Makes the environments of one run's processes: ``base`` (or ours), torchrun's variables and Paceline's.
 
-    What the user has set of the number of threads, how they wait, Gloo's interface and Python's buffering stays.
+    The user's own settings stay: number of threads, how they wait, Gloo's interface, Python's buffering.
     """
 
-    workers: int  # on this host, or for a server all that it expects
+    workers: int  # on this host; for a server all expected ones
     port: int | None = None  # of the store of torch.distributed; None if the workers have none
     assignment: ServerAssignment | None = None
     policy: str | None = None
     base: Mapping[str, str] | None = None
 
     def worker(self, rank: int, *, incarnation: int = 0) -> dict[str, str]:
-        """The environment of a worker; one without a store joins another host's server, which will give it its rank."""
+        """The environment of a worker; without a store, it joins a server on another host and gets its rank there."""
         world: dict[str, object] = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.workers}
         if self.port is not None:
             world |= {
@@ -38,12 +38,12 @@ class ProcessEnvironment:
 
     @staticmethod
     def _assignment_of_worker(assignment: ServerAssignment, incarnation: int) -> ServerAssignment:
-        # In a replay parameters are sent, since what is read from shared memory depends on when.
+        # A replay sends parameters: a read of shared memory depends on its moment.
         memory = assignment.memory_fd if assignment.replay is None else None
         return replace(assignment, incarnation=incarnation, memory_fd=memory, replay=None)
 
     def server(self, *, bind: str | None = None, incarnation: int = 0, shard: int = 0) -> dict[str, str]:
-        """The environment of the server, or one of several: it is none of the workers, and has no rank."""
+        """The environment of the server, or of one of several; a server has no rank."""
         assert self.assignment is not None
         assignment = replace(
             self.assignment, role="server", bind=bind, delay=None, incarnation=incarnation, shard=shard
@@ -71,10 +71,10 @@ def threads_per_worker(workers: int) -> int:
 
 
 def brief_spinning(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that let OpenMP's waiting threads sleep after some microseconds, unless the user has set how they wait.
+    """Variables that let waiting OpenMP threads sleep after some microseconds, unless the user has set how they wait.
 
-    By itself libgomp, which torch carries on Linux, spins for milliseconds. Beside other work the waiting threads
-    then keep the one that they wait for off its core. It reads its environment when torch is imported.
+    libgomp, which torch uses on Linux, spins for milliseconds by default. On a busy machine, spinning threads keep
+    the thread that they wait for off its core. libgomp reads its environment when torch is imported.
     """
     set_by_user = any(environment.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
     return {} if set_by_user else {"GOMP_SPINCOUNT": "1000"}  # as measured by benchmarks/threads.py

@@ -1,8 +1,8 @@
-"""Ends what workers leave behind, and the workers themselves when their supervisor is killed.
+"""Ends the children that workers leave behind, and the workers themselves when their supervisor is killed.
 
-This file is also a program of its own: the supervisor starts it, tells it the workers' process groups and keeps
-the pipe to it open. When the pipe closes, however the supervisor ended, the groups it still knows are ended. It
-imports nothing of the package, so that it is there long before the first worker.
+This file is also a program. The supervisor starts it, tells it the workers' process groups and keeps the pipe to it
+open. The pipe closes when the supervisor ends, in whatever way; then the reaper ends the groups that it still knows.
+It imports nothing of the package, so it is ready before the first worker.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_PATIENCE = 0.3  # seconds for processes to go by themselves
-_PATIENCE_WITH_TRACKERS = 3.0  # for resource trackers, which may be just starting on a busy machine
+_PATIENCE = 0.3  # seconds from SIGTERM to SIGKILL
+_PATIENCE_WITH_TRACKERS = 3.0  # for resource trackers, which may still be starting on a busy machine
 
 
 def sweep(groups: Iterable[int]) -> None:
-    """End all processes of these groups: SIGTERM, and SIGKILL for what is left after a moment.
+    """End all processes of these groups: SIGTERM, and after a moment SIGKILL for the rest.
 
-    Resource trackers of ``multiprocessing`` are given longer: they ignore SIGTERM, and unlink the shared memory of the
-    others once these are gone.
+    Resource trackers of ``multiprocessing`` get longer: they ignore SIGTERM, and unlink the shared memory of the
+    other processes once these have ended.
     """
     terminated = {group for group in groups if _signal_group(group, signal.SIGTERM)}
     stubborn = _wait_until_gone(terminated, _PATIENCE)
@@ -34,7 +34,7 @@ def sweep(groups: Iterable[int]) -> None:
 
 
 def _wait_until_gone(groups: set[int], seconds: float) -> set[int]:
-    """Wait for groups to become empty; return those that are not."""
+    """Wait for groups to become empty; return those that did not."""
     deadline = time.monotonic() + seconds
     while groups and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -43,7 +43,7 @@ def _wait_until_gone(groups: set[int], seconds: float) -> set[int]:
 
 
 def _kill_all_but_trackers(group: int) -> bool:
-    """Kill the processes of a group, save resource trackers (known on Linux only); whether there are any of these."""
+    """Kill the processes of a group except resource trackers (known on Linux only); return whether it has such."""
     members = list(_members(group))
     trackers = [process for process, command in members if b"multiprocessing.resource_tracker" in command]
     if not trackers:
@@ -55,7 +55,7 @@ def _kill_all_but_trackers(group: int) -> bool:
 
 
 def _members(group: int) -> Iterator[tuple[int, bytes]]:
-    """The processes of a group and their command lines, as far as /proc tells."""
+    """The processes of a group and their command lines, from /proc."""
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (directory / "stat").read_text().rpartition(")")[2].split()  # a name may hold anything before
@@ -64,16 +64,16 @@ def _members(group: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """Send a signal (0: none) to a process group; whether there was a process in it."""
+    """Send a signal (0: none) to a process group; return whether it has a process."""
     try:
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):  # macOS answers with the second if all are zombies
+    except (ProcessLookupError, PermissionError):  # macOS raises the second if all are zombies
         return False
     return True
 
 
 class Reaper:
-    """The supervisor's end: start the guard, tell it of process groups, dismiss it."""
+    """Starts the reaper process, and tells it which process groups to end."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -93,8 +93,8 @@ class Reaper:
         self._tell(f"-{group}\n")
 
     def dismiss(self) -> None:
-        """Let the guard go; it ends the groups not forgotten first."""
-        self._tell(".\n")  # closing the pipe is not enough if some forked process has a copy of our end
+        """End the reaper; it first ends the groups that were not forgotten."""
+        self._tell(".\n")  # closing the pipe is not enough if a forked process has a copy of our end
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -102,11 +102,11 @@ class Reaper:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # somebody killed the guard: the run is worth more
+        with contextlib.suppress(OSError):  # the run goes on if somebody killed the reaper
             os.write(self._process.stdin.fileno(), line.encode())
 
 
-def _stand_guard() -> None:
+def _reap_when_told() -> None:
     groups: set[int] = set()
     for line in sys.stdin:
         match line[0]:
@@ -120,4 +120,4 @@ def _stand_guard() -> None:
 
 
 if __name__ == "__main__":
-    _stand_guard()
+    _reap_when_told()

@@ -1,4 +1,4 @@
-"""A worker's line to its supervisor: events as lines of JSON through an inherited pipe."""
+"""Reports a worker's events to its supervisor, as lines of JSON through an inherited pipe."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from types import TracebackType
 
 from paceline.errors import UsageError
 
-_LONGEST = 32_000  # characters of a text: more of a traceback than anyone reads
+_LONGEST = 32_000  # characters of a text, enough for any traceback that is read
 
 _OUR_FILES = (str(Path(__file__).with_name("worker.py")), runpy.__file__, "<frozen runpy>")
 
-_OUR_CODE = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)  # and what calls it there
+_OUR_CODE = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)  # contextlib calls our generators
 
 _descriptor: int | None = None
 _writing = threading.RLock()  # reentrant: a signal handler may report while its thread is reporting
 
 
 def connect(descriptor: int) -> None:
-    """Report through this pipe from now on; the process's own children, forked or started, have no part in it."""
+    """Report through this pipe from now on; the process's children, forked or started, do not inherit it."""
     global _descriptor
     try:
         is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
     except OSError:
         is_pipe = False
-    if not is_pipe:  # the number is from another life, and may by now belong to one of the user's files
+    if not is_pipe:  # the variable was inherited, and the number may belong to one of the user's files
         return
     os.set_inheritable(descriptor, False)
-    os.register_at_fork(after_in_child=hang_up)
+    os.register_at_fork(after_in_child=disconnect)
     _descriptor = descriptor
 
 
-def hang_up() -> None:
-    """Close the line; reporting does nothing from now on."""
+def disconnect() -> None:
+    """Close the pipe; reporting does nothing from now on."""
     global _descriptor
     if _descriptor is not None:
         with contextlib.suppress(OSError):
@@ -54,9 +54,9 @@ def supervised() -> bool:
 
 
 def report(event: str, **values: object) -> None:
-    """Tell the supervisor of an event and when it was (``at``); without one, or when it is gone, do nothing.
+    """Send an event and its time (``at``) to the supervisor; do nothing if there is none or it has ended.
 
-    Values are what JSON holds. Of very long texts the middle is left out. Any thread may call this.
+    Values must fit JSON. The middle of very long texts is left out. Any thread may call this.
     """
     if _descriptor is None:
         return
@@ -64,17 +64,17 @@ def report(event: str, **values: object) -> None:
     try:
         line = json.dumps({**shortened, "event": event, "at": time.time()}).encode() + b"\n"
     except (TypeError, ValueError) as error:
-        raise UsageError(f"the report {event!r} holds what JSON cannot: {error}") from error
+        raise UsageError(f"the report {event!r} holds a value that JSON cannot: {error}") from error
     with _writing, contextlib.suppress(OSError):
         while line:
             line = line[os.write(_descriptor, line) :]
 
 
 def report_failure(error: BaseException) -> None:
-    """Tell the supervisor of an exception that will end this worker, before anything is torn down.
+    """Report an exception that will end this worker, before its sockets close.
 
-    If it is told again, from further out, the last traceback counts and the first time. Beside the traceback goes the
-    exception that it all goes back to: that tells a cause from what a neighbour's death led to.
+    If an outer frame reports it again, the last traceback and the first time count. The report also names the first
+    exception of the chain: it shows whether another worker's death is the cause.
     """
     first = _first_cause(error)
     report(
@@ -87,7 +87,7 @@ def report_failure(error: BaseException) -> None:
 
 
 def frames_of_the_script(error: BaseException) -> TracebackType | None:
-    """The traceback from the first frame on that is not ours."""
+    """The traceback without the launcher's frames at its start."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _OUR_FILES:
         frames = frames.tb_next
@@ -95,7 +95,7 @@ def frames_of_the_script(error: BaseException) -> TracebackType | None:
 
 
 def _readable(error: BaseException) -> traceback.TracebackException:
-    """The traceback to show; of the user's own mistake it has the user's frames alone, up to the call of ours."""
+    """The traceback to show; for a ``UsageError`` only the user's frames."""
     shown = traceback.TracebackException(type(error), error, frames_of_the_script(error))
     if isinstance(error, UsageError):
         _leave_out_ours(shown)
@@ -103,7 +103,7 @@ def _readable(error: BaseException) -> traceback.TracebackException:
 
 
 def _leave_out_ours(shown: traceback.TracebackException) -> None:
-    """Leave out our frames, and the exceptions before it that were raised and caught inside of them."""
+    """Leave out our frames, and earlier exceptions of the chain that have no other frames."""
     for before in (shown.__cause__, shown.__context__):
         if before is not None:
             _leave_out_ours(before)
@@ -117,7 +117,7 @@ def _leave_out_ours(shown: traceback.TracebackException) -> None:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The exception at the top of the printed chain."""
+    """The first exception of the printed chain."""
     seen = {id(error)}
     while True:
         before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

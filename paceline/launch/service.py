@@ -1,4 +1,4 @@
-"""The processes of a run: its workers, and the parameter server if the policy has one, which changes who may die."""
+"""Starts and replaces the processes of a run: its workers, and the parameter server if the policy has one."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.launch.environment import ReplayOrder, ServerAssignment
-from paceline.launch.failures import SERVER, Fault, Life, find_fault, find_kill
+from paceline.launch.failures import SERVER, Fault, ProcessState, find_fault, find_kill
 from paceline.launch.process_environment import ProcessEnvironment
 from paceline.launch.processes import Processes
 
-_MOST_FRUITLESS = 10  # processes of one rank in a row that are killed before they join
-_ITS_OWN_FAULT = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
-_TIME_TO_FINISH = 60.0  # seconds that the server has after the last worker
+_MOST_FAILED_STARTS = 10  # processes of one rank in a row, killed before they join
+_CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+_TIME_TO_FINISH = 60.0  # seconds for the server to end after the last worker
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What a run does about a parameter server; without any it has one as soon as a script's policy needs it."""
+    """Options of a run for its parameter server; by default it starts when a script's policy needs it."""
 
-    needed: bool = False  # known from the start, so start it at once
-    alone: bool = False  # start no workers: they will join from elsewhere
-    respawn: bool = False  # start a new worker in the place of one that was killed
-    bind: str | None = None  # the server's host:port for workers from elsewhere; port 0 is any
+    needed: bool = False  # start the server at once
+    alone: bool = False  # start no workers: they join from other hosts
+    respawn: bool = False  # replace workers that are killed
+    bind: str | None = None  # the server's host:port for workers of other hosts; port 0 is any
     trusted: bool = False  # nothing is encrypted between hosts
-    join: str | None = None  # the address of a server elsewhere: start none here
+    join: str | None = None  # the address of a running server: start none here
     token: str | None = None  # by default a new one
-    delay: tuple[str, float] | None = None  # computing time to inject: its text, and the seconds that 1 stands for
-    replay: ReplayOrder | None = None  # make a recorded run again
-    servers: int = 1  # that hold the parameters among them
+    delay: tuple[str, float] | None = None  # compute time to inject: its text, and the length of its unit in seconds
+    replay: ReplayOrder | None = None  # replay a recorded run
+    servers: int = 1  # processes that share the parameters
 
     def __post_init__(self) -> None:
         if self.servers < 1:
             raise UsageError(f"a run needs at least 1 server, got {self.servers}")
 
 
-_GONE = 64  # where in the memory each rank has a byte that says so
+_GONE = 64  # offset in the memory of one byte for each rank: 1 if no worker of it will come
 
 
 def mark_gone(memory: int, rank: int) -> None:
-    """Write into the memory of the server that no worker of this rank will come (again)."""
+    """Write into the server's memory that no worker of this rank will come (again)."""
     os.pwrite(memory, b"\1", _GONE + rank)
 
 
 def mark_coming(memory: int, rank: int) -> None:
-    """Take that back."""
+    """Undo ``mark_gone``."""
     os.pwrite(memory, b"\0", _GONE + rank)
 
 
 def read_gone(memory: int, workers: int) -> list[int]:
-    """The ranks that are marked so."""
+    """The ranks that ``mark_gone`` has marked."""
     return [rank for rank, mark in enumerate(os.pread(memory, workers, _GONE)) if mark]
 
 
 def make_token() -> str:
-    """Make a join token that nobody guesses."""
+    """Make a random join token."""
     return secrets.token_hex(32)
 
 
 @contextlib.contextmanager
 def open_assignment(options: ServerOptions) -> Iterator[ServerAssignment]:
-    """Make the place where the workers of this host find their server: an address, a token, memory to share."""
+    """Make what the workers of this host need to find their server: an address, a token, shared memory."""
     if options.join is not None:
         if options.token is None:
             raise UsageError(f"joining {options.join} needs the token that its server was started with")
         yield ServerAssignment(address=options.join, token=options.token, delay=options.delay, trusted=options.trusted)
         return
-    # Neither has a name in any file system: nothing is left behind, however the run ends.
+    # Address and memory have no name in any file system: nothing is left behind, however the run ends.
     memories = [os.memfd_create("paceline-server") for _ in range(options.servers) if hasattr(os, "memfd_create")]
     try:
         yield ServerAssignment(
@@ -90,7 +90,7 @@ def open_assignment(options: ServerOptions) -> Iterator[ServerAssignment]:
 
 
 class Service:
-    """Starts the processes of a run, and under a server sees to workers that are killed."""
+    """Starts the processes of a run, and under a server handles workers that are killed."""
 
     def __init__(
         self,
@@ -109,13 +109,13 @@ class Service:
         self._has_server = False
         self._server_incarnation = 0
         self._bind = options.bind
-        self._seen_to: set[tuple[int, int]] = set()  # the killed, by rank and incarnation
+        self._handled_kills: set[tuple[int, int]] = set()  # rank and incarnation
         self._told_of_open_session = False
         self._workers_ended: float | None = None  # on the monotonic clock
 
     @property
-    def served(self) -> bool:
-        """Whether there is a server, here or elsewhere."""
+    def with_server(self) -> bool:
+        """Whether the run has a server, on this host or another."""
         return self._has_server or self._options.join is not None
 
     def start(self) -> None:
@@ -124,49 +124,49 @@ class Service:
             self._start_servers()
         if not self._options.alone:
             for rank in range(self._process_environment.workers):
-                self._start_worker(Life(rank=rank))
+                self._start_worker(ProcessState(rank=rank))
 
     def attend(self) -> None:
-        """Start the server when a worker has asked for it; tell of workers that were killed, and replace them."""
-        lives = self._processes.lives
-        if not self.served and any(life.needs_server for life in lives):
+        """Start the server when a worker has asked for it; report workers that were killed, and replace them."""
+        states = self._processes.states
+        if not self.with_server and any(state.needs_server for state in states):
             self._start_servers()
-        # The server first: whether it comes back counts for the workers.
-        for life in sorted(lives, key=lambda life: life.rank):
-            if self.served and life.rank >= 0 and life.code == 0:
-                self._tell_server(life.rank)  # also if it left: a server before may have heard of it
-                self._tell_of_open_session(life)
-            known = (life.rank, life.incarnation) in self._seen_to
-            if not known and self._may_be_killed(life) and find_kill(life) is not None:
-                self._seen_to.add((life.rank, life.incarnation))
-                self._see_to(life)
+        # Servers first: workers are replaced only if the server comes back.
+        for state in sorted(states, key=lambda state: state.rank):
+            if self.with_server and state.rank >= 0 and state.code == 0:
+                self._tell_server(state.rank)  # also if it left its session: this may be a new server
+                self._tell_of_open_session(state)
+            known = (state.rank, state.incarnation) in self._handled_kills
+            if not known and self._may_be_killed(state) and find_kill(state) is not None:
+                self._handled_kills.add((state.rank, state.incarnation))
+                self._handle_kill(state)
 
     def fault(self) -> Fault | None:
-        """What has gone wrong, if anything has."""
-        return find_fault(self._processes.lives, served=self.served) or self._overdue()
+        """The first failure, if any."""
+        return find_fault(self._processes.states, with_server=self.with_server) or self._overdue()
 
-    def _may_be_killed(self, life: Life) -> bool:
-        if life.failure is not None:
+    def _may_be_killed(self, state: ProcessState) -> bool:
+        if state.failure is not None:
             return False
-        if life.rank <= SERVER:
+        if state.rank <= SERVER:
             ends = any(server.exiting is not None or server.failure is not None for server in self._servers())
             return bool(self._memory) and not ends
-        # A script may name its policy late; until a worker joins, nobody depends on it under any policy.
-        return self.served or (self._options.respawn and life.sessions == 0)
+        # A script may name its policy late; no policy depends on a worker that has not joined.
+        return self.with_server or (self._options.respawn and state.sessions == 0)
 
-    def _servers(self) -> list[Life]:
-        return [life for life in self._processes.lives if life.rank <= SERVER]
+    def _servers(self) -> list[ProcessState]:
+        return [state for state in self._processes.states if state.rank <= SERVER]
 
-    def _start_servers(self, *, incarnation: int = 0, fruitless: int = 0) -> None:
+    def _start_servers(self, *, incarnation: int = 0, failed_starts: int = 0) -> None:
         if not self._memory and not (self._options.alone and self._options.servers == 1):
-            raise UsageError("a parameter server needs Linux here, for memory that processes share without a name")
+            raise UsageError("a parameter server needs Linux here: it shares anonymous memory (memfd) with its workers")
         self._has_server = True
         for shard in range(self._options.servers):
-            life = Life(rank=SERVER - shard, incarnation=incarnation, fruitless=fruitless)
+            state = ProcessState(rank=SERVER - shard, incarnation=incarnation, failed_starts=failed_starts)
             bind = self._options.bind if shard else self._bind  # workers learn the others' ports from the first
             environment = self._process_environment.server(bind=bind, incarnation=incarnation, shard=shard)
             self._processes.start(
-                life,
+                state,
                 self._command,
                 environment,
                 descriptors=self._descriptors if shard else (*self._descriptors, *self._shell()),
@@ -177,87 +177,89 @@ class Service:
         """The descriptors of a shell in a replay, if there is one."""
         return () if self._options.replay is None else tuple(self._options.replay.shell or ())
 
-    def _start_worker(self, life: Life) -> None:
-        if life.incarnation:  # the one before may have died with a server, and been told of as gone
+    def _start_worker(self, state: ProcessState) -> None:
+        if state.incarnation:  # the one before may have been marked gone
             for memory in self._memory:
-                mark_coming(memory, life.rank)
-        environment = self._process_environment.worker(life.rank, incarnation=life.incarnation)
-        prefix = "" if self._process_environment.workers == 1 else f"[{life.rank}] "
-        self._processes.start(life, self._command, environment, descriptors=self._descriptors, prefix=prefix)
+                mark_coming(memory, state.rank)
+        environment = self._process_environment.worker(state.rank, incarnation=state.incarnation)
+        prefix = "" if self._process_environment.workers == 1 else f"[{state.rank}] "
+        self._processes.start(state, self._command, environment, descriptors=self._descriptors, prefix=prefix)
 
     def _tell_server(self, rank: int) -> None:
-        """Let the server know that it need not wait for a worker: one that never joined, it cannot miss by itself."""
+        """Tell the server not to wait for a worker: it cannot notice the death of one that never joined."""
         for memory in self._memory:
             mark_gone(memory, rank)
 
-    def _see_to(self, killed: Life) -> None:
-        """Start another process in the place of a killed one, or tell that the run goes on without it."""
+    def _handle_kill(self, killed: ProcessState) -> None:
+        """Start another process in the place of a killed one, or say that the run goes on without it."""
         if killed.rank <= SERVER:
             self._replace_servers(killed)
             return
         if self._comes_again(killed) and killed.exiting is None and not self._server_has_ended():
-            fruitless = killed.fruitless + 1 if killed.sessions == 0 else 0
-            if fruitless == _MOST_FRUITLESS:
+            failed_starts = killed.failed_starts + 1 if killed.sessions == 0 else 0
+            if failed_starts == _MOST_FAILED_STARTS:
                 killed.given_up = True
                 return
             self._tell_of(killed, "another takes its place")
-            self._start_worker(Life(rank=killed.rank, incarnation=killed.incarnation + 1, fruitless=fruitless))
+            self._start_worker(
+                ProcessState(rank=killed.rank, incarnation=killed.incarnation + 1, failed_starts=failed_starts)
+            )
             return
         self._tell_server(killed.rank)
-        workers = [life for life in self._processes.lives if life.rank >= 0]
-        if left := sum(life.code is None for life in workers):
+        workers = [state for state in self._processes.states if state.rank >= 0]
+        if left := sum(state.code is None for state in workers):
             self._tell_of(killed, f"the run goes on with {left}")
-        elif any(life.code == 0 for life in workers):
+        elif any(state.code == 0 for state in workers):
             self._tell_of(killed, "the others had ended")
 
-    def _comes_again(self, killed: Life) -> bool:
+    def _comes_again(self, killed: ProcessState) -> bool:
         if self._options.replay is not None:
             return killed.incarnation + 1 < self._options.replay.lives[killed.rank]
         return self._options.respawn
 
-    def _replace_servers(self, killed: Life) -> None:
-        """Start a server in the place of a killed one; it finds all in the memory that we hold.
+    def _replace_servers(self, killed: ProcessState) -> None:
+        """Start a server in the place of a killed one; its state is in the memory that we hold open.
 
-        Of several all begin anew, together: what each has is in its memory, and lines between them are new.
+        Several servers all start anew, together: their states are in their memories, their connections are new.
         """
-        fruitless = killed.fruitless + 1 if killed.sessions == 0 or -(killed.code or 0) in _ITS_OWN_FAULT else 0
-        if fruitless == _MOST_FRUITLESS:
+        failed_starts = killed.failed_starts + 1 if killed.sessions == 0 or -(killed.code or 0) in _CRASH_SIGNALS else 0
+        if failed_starts == _MOST_FAILED_STARTS:
             killed.given_up = True
             return
         self._tell_of(killed, "another takes its place" if self._options.servers == 1 else "all servers start anew")
-        self._processes.kill(lambda life: life.rank <= SERVER)
+        self._processes.kill(lambda state: state.rank <= SERVER)
         for server in self._servers():
-            self._seen_to.add((server.rank, server.incarnation))
+            self._handled_kills.add((server.rank, server.incarnation))
             if server.rank == SERVER and server.address is not None:
                 self._bind = server.address.removeprefix("tcp://")  # with the port that workers know
-        for life in self._processes.lives:
-            if life.rank >= 0 and life.code is not None:
-                self._tell_server(life.rank)
+        for state in self._processes.states:
+            if state.rank >= 0 and state.code is not None:
+                self._tell_server(state.rank)
         self._server_incarnation = killed.incarnation + 1
-        self._start_servers(incarnation=self._server_incarnation, fruitless=fruitless)
+        self._start_servers(incarnation=self._server_incarnation, failed_starts=failed_starts)
 
-    def _tell_of(self, killed: Life, what_now: str) -> None:
+    def _tell_of(self, killed: ProcessState, what_now: str) -> None:
         kill = find_kill(killed)
         assert kill is not None
-        self._processes.screen.write("stderr", f"paceline: {kill.who} {kill.what}; {what_now}\n")
+        self._processes.output.write("stderr", f"paceline: {kill.who} {kill.what}; {what_now}\n")
 
-    def _tell_of_open_session(self, life: Life) -> None:
-        """Say once that a worker has ended in mid-session: the server takes that for a death."""
+    def _tell_of_open_session(self, state: ProcessState) -> None:
+        """Say once that a worker ended without closing its session: the server treats that as a death."""
         replays = self._process_environment.assignment is not None and self._process_environment.assignment.replay
-        if life.in_session and not self._told_of_open_session and not replays:
+        if state.in_session and not self._told_of_open_session and not replays:
             self._told_of_open_session = True
-            self._processes.screen.write(
+            self._processes.output.write(
                 "stderr",
-                f"paceline: worker {life.rank} ended without closing its session; use `with paceline.join(...) as "
+                f"paceline: worker {state.rank} ended without closing its session; use `with paceline.join(...) as "
                 "session:`, or call session.close() at the end\n",
             )
 
     def _server_has_ended(self) -> bool:
-        return any(life.rank == SERVER and life.code is not None for life in self._processes.lives)
+        return any(state.rank == SERVER and state.code is not None for state in self._processes.states)
 
     def _overdue(self) -> Fault | None:
-        """The fault of a server that does not end although all workers have; a shell may be open for ever."""
-        running = [member.life.rank for member in self._processes.running]
+        """The fault of a server that still runs long after all workers ended; an open shell has no limit."""
+        running = [member.state.rank for member in self._processes.running]
         if not running or max(running) >= 0 or self._options.alone or self._shell():
             return None
         now = time.monotonic()

@@ -7,17 +7,17 @@ import threading
 
 
 class HostedStore:
-    """A store that workers can connect to from the start, and that answers once torch is imported.
+    """A store that workers can connect to at once, and that answers when torch is imported.
 
-    Importing torch takes seconds, so it happens in a thread, while the workers start. Until then the kernel holds
-    their connections: the socket listens already. Leaving the interpreter waits for the import to finish.
+    Importing torch takes seconds, so a thread does it while the workers start. Meanwhile the socket already listens,
+    and the kernel queues their connections. The interpreter's exit waits for the import to finish.
     """
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self._listener.getsockname()[1]
         self.error: Exception | None = None  # why it cannot serve
-        self._store: object = None  # a TCPStore, kept for as long as it should serve
+        self._store: object = None  # a TCPStore, which answers while it is referenced
         self._closed = False
         self._lock = threading.Lock()
 

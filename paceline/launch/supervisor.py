@@ -1,4 +1,4 @@
-"""Runs a script on several workers of this host, and answers for how they end."""
+"""Runs a script on several workers of this host until all end or one fails."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.launch.processes import Processes
 from paceline.launch.service import ServerOptions, Service, open_assignment
 from paceline.launch.store import HostedStore
 
-_TIME_TO_SAVE = 10.0  # seconds that workers have after a signal
-_TIME_TO_GATHER = 0.3  # after the first sign of a failure, for the signs of its cause
-_MORE_TO_GATHER = 0.2  # if all signs so far look like consequences
-_TIME_TO_END = 0.8  # for the others, from SIGTERM to SIGKILL
+_TIME_TO_SAVE = 10.0  # seconds for workers to end after a signal
+_TIME_TO_GATHER = 0.3  # after the first failure, for reports of its cause
+_MORE_TO_GATHER = 0.2  # if all failures so far may be consequences
+_TIME_TO_END = 0.8  # for the other processes, from SIGTERM to SIGKILL
 
 
 def supervise(
@@ -35,16 +35,16 @@ def supervise(
 ) -> int:
     """Run ``command`` (``script.py ...`` or ``-m module ...``) on this many local workers; return the exit code.
 
-    Each worker has its share of the threads and, in torchrun's variables, its place; their output comes with the rank
-    in front, unless there is but one. The first failure ends the run within two seconds and is shown; an interrupt
-    gives the workers ten seconds to save, a second one none. No worker outlives this call or this process, nor do its
-    children, unless they began a session of their own.
+    Each worker gets its share of the cores as threads, and torchrun's variables. Output lines have the rank in front,
+    unless there is only one worker. The first failure ends the run within two seconds and is shown. An interrupt
+    gives the workers ten seconds to save; a second one ends them at once. No worker outlives this call or this
+    process. Its children do not either, unless they started a session of their own.
 
-    With a parameter server, which runs the same command, a worker may be killed or leave early: the run goes on
-    while one lives, and ends well when all workers and then the server have.
+    A parameter server runs the same command. Under it a worker may be killed or leave early: the run goes on while
+    one worker is left, and succeeds when all workers and then the server have ended.
 
-    ``environment`` replaces ours as the base of the workers'; ``on_report`` is called with the rank and what its
-    worker reported (``culprit.SERVER`` for the server), ``on_stop`` at the end of a run that a signal has ended.
+    ``environment`` replaces ours as the base of the workers'. ``on_report`` is called with the rank
+    (``failures.SERVER`` for the server) and the report, ``on_stop`` at the end of a run that a signal has ended.
     """
     check_command(command, workers)
     options = server or ServerOptions()
@@ -68,7 +68,7 @@ def supervise(
         if fault is None and stop:
             fault = _stop(processes, stop)
     if fault is not None:
-        processes.screen.write("stderr", fault.message(started))
+        processes.output.write("stderr", fault.message(started))
     if stop:
         on_stop()
         return 128 + stop[0]
@@ -76,7 +76,7 @@ def supervise(
 
 
 def check_command(command: Sequence[str], workers: int) -> None:
-    """Raise if there is nothing to run, or nobody to run it."""
+    """Raise if there is no script, or no worker to run it."""
     if workers < 1:
         raise UsageError(f"a run needs at least 1 worker, got {workers}")
     if not command or command[0] == "":
@@ -94,7 +94,7 @@ def check_command(command: Sequence[str], workers: int) -> None:
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Collect the signals that ask us to stop instead of dying of them, in a list; the ignored stay ignored."""
+    """Collect signals that ask us to stop in a list; ignored signals stay ignored."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught
@@ -111,7 +111,7 @@ def _caught_signals() -> Iterator[list[int]]:
 
 
 def _watch(processes: Processes, service: Service, store: HostedStore | None, stop: list[int]) -> Fault | None:
-    """Wait until all have ended well, or we are asked to stop, or something went wrong and was ended."""
+    """Wait until all processes have ended, or a signal came, or one failed and the others got SIGTERM."""
     fault = None
     while processes.running and fault is None and not stop:
         processes.wait()
@@ -123,17 +123,17 @@ def _watch(processes: Processes, service: Service, store: HostedStore | None, st
         return None
     processes.wait(_TIME_TO_GATHER)
     processes.wait(_MORE_TO_GATHER, until=lambda: _is_certain(service.fault()))
-    fault = service.fault()  # before any signal of ours adds to the signs
+    fault = service.fault()  # before our own signals cause more failures
     processes.signal(signal.SIGTERM)
     processes.wait(_TIME_TO_END)
     return fault
 
 
 def _stop(processes: Processes, stop: list[int]) -> Fault | None:
-    """Pass the signal on and give the workers time to save; a failure in that time is returned."""
+    """Pass the signal on and give the workers time to save; return a failure in that time."""
     processes.signal(signal.SIGINT if stop[0] == signal.SIGINT else signal.SIGTERM)
     processes.wait(_TIME_TO_SAVE, until=lambda: len(stop) > 1)
-    fault = find_fault([life for life in processes.lives if life.failure is not None])
+    fault = find_fault([state for state in processes.states if state.failure is not None])
     return fault if _is_certain(fault) else None
 
 

@@ -1,6 +1,6 @@
-"""What the supervisor starts: ``python -m paceline.launch.worker script.py ...`` or ``... -m module ...``.
+"""The program of a worker: ``python -m paceline.launch.worker script.py ...`` or ``... -m module ...``.
 
-It runs the script as ``python script.py ...`` would, dies with its supervisor, and tells it of a failure at once,
+It runs the script as ``python script.py ...`` would, dies with its supervisor, and reports a failure at once,
 before the script's objects are torn down.
 """
 
@@ -48,7 +48,7 @@ def main() -> NoReturn:
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel (Linux's) to kill this process when its parent dies, even if nothing else is left to do so."""
+    """Ask the Linux kernel to kill this process when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before we asked
@@ -56,7 +56,7 @@ def _die_with(parent: int) -> None:
 
 
 def _print_whole_lines() -> None:
-    """Let each line go out when it is whole, as at a terminal, and at once: others print between any two writes."""
+    """Write each line at once and whole, as at a terminal: other processes print between any two writes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
@@ -74,13 +74,13 @@ def _run(arguments: list[str]) -> None:
 
 
 def _report_exit(code: object) -> None:
-    """Tell the exit code now: neighbours notice as soon as sockets are closed, long before the interpreter is gone."""
+    """Report the exit code now: other workers notice closed sockets long before this interpreter has ended."""
     number = 0 if code is None else code if isinstance(code, int) else 1
     reports.report("exiting", code=number & 0xFF)
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback, unless a supervisor does it: that of one worker, not of all."""
+    """Print the traceback, unless a supervisor does: it prints only the first failure's."""
     if not reports.supervised():
         sys.excepthook(type(error), error, reports.frames_of_the_script(error))
 

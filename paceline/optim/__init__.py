@@ -1,4 +1,4 @@
-"""Optimizers by name: everything in ``torch.optim`` and the few that it lacks."""
+"""Optimizers by name: all of ``torch.optim``, and a few that it lacks."""
 
 from paceline.optim.by_name import OPTIMIZERS, make_optimizer
 from paceline.optim.lamb import LAMB

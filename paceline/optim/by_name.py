@@ -1,4 +1,4 @@
-"""Every optimizer by its name: torch's own and the ones it lacks."""
+"""Makes optimizers by name: torch's own and those of this package."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def _checked(name: str, build: Callable[..., Optimizer], values: dict[str, Value
     required = [option for option, argument in arguments.items() if argument.default is argument.empty]
     options = fit_options("optimizer", name, wanted, required, values)
     lr = options.get("lr")
-    if isinstance(lr, float) and not math.isfinite(lr):  # torch lets these through
+    if isinstance(lr, float) and not math.isfinite(lr):  # torch accepts these
         raise UsageError(f"optimizer {name!r}: lr must be a finite number, got {lr}")
     return options
 
 
 def _without_tensor(hint: Any) -> Any:
-    """Drop ``Tensor`` from what an option may be: text cannot hold one, so errors should not offer it."""
+    """Drop ``Tensor`` from the types of an option: text cannot hold one, so errors should not offer it."""
     choices = tuple(_without_tensor(choice) for choice in get_args(hint) if choice is not torch.Tensor)
     if get_origin(hint) is UnionType:
         return functools.reduce(operator.or_, choices)

@@ -1,4 +1,4 @@
-"""What the optimizers of this package share: the walk over dense gradients and the checks of options."""
+"""The base of this package's optimizers: the loop over dense gradients, and the checks of options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DenseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            # All gradients are looked at before the first update, so that a refusal leaves nothing half done.
+            # All gradients are checked before the first update, so that an error leaves nothing half done.
             for parameter, gradient, group in list(self._gradients()):
                 self.update(parameter, gradient, self.state[parameter], group)
         return loss

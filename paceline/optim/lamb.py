@@ -19,7 +19,7 @@ from paceline.optim.dense import (
 
 
 class LAMB(DenseOptimizer):
-    r"""Use Adam's direction with a step as long as the layer's weights allow (You et al., ICLR 2020).
+    r"""Use Adam's direction, scaled to the norm of the layer's weights (You et al., ICLR 2020).
 
     .. math::
         r &= \hat m / (\sqrt{\hat v} + \epsilon) + \beta w \\

@@ -58,7 +58,7 @@ class LARS(DenseOptimizer):
         super().__init__(params, options)
 
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Take one step of momentum along the layer's own scale of the gradient."""
+        """Take one momentum step with the layer's own rate."""
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = state["momentum_buffer"].mul_(group["momentum"])

@@ -22,8 +22,8 @@ class NesterovRMSprop(DenseOptimizer):
         V &\leftarrow \mu V - \eta\, G / (\sqrt A + \epsilon) \\
         W &\leftarrow W + V
 
-    the gradient is wanted at a point that is not the parameters. So, as ``torch.optim.SGD`` does, this
-    optimizer keeps the look-ahead point itself, :math:`P = W + \mu V`, as the parameters. Writing
+    the gradient is needed at a point other than the parameters. So, like ``torch.optim.SGD``, this
+    optimizer keeps the look-ahead point :math:`P = W + \mu V` as the parameters. With
     :math:`V = -\eta B` and :math:`D = G / (\sqrt A + \epsilon)`, the same iterates are
 
     .. math::

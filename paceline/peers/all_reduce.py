@@ -46,14 +46,14 @@ class AllReduceExchange(PeersExchange):
             self._reducer.arm(examples=examples, total=total, loss=loss, stop=stop, tag=tag, weighted=True)
             self._reducer.weigh(_weight(examples, total))
             return
-        # Without totals all passes of a worker get one weight, by their examples together.
+        # Without totals all passes of a worker share one weight, by their sum of examples.
         self._reducer.arm(examples=sum(count for count, _ in passes), total=total, loss=loss, stop=stop, tag=tag)
         if len(passes) > 1:
             self._reducer.weigh(_weight(examples, None))
 
     def finish(self) -> Outcome:
         outcome = self._reducer.finish()
-        self.follow_buffers()  # here and not before forward, so that between steps all workers are alike
+        self.follow_buffers()  # here and not before forward, so that between steps all workers have the same
         return outcome
 
     def release(self, *, failed: bool = False) -> None:
@@ -73,7 +73,7 @@ class AllReduceExchange(PeersExchange):
 
 
 def _weight(examples: int, total: int | None) -> float:
-    """The weight of a pass's gradients among all workers'; unknown, but for borrowed data, without a total."""
+    """The weight of a pass's gradients among all workers'; without a total 1, or 0 for borrowed data."""
     return examples / total if total is not None else float(examples > 0)
 
 

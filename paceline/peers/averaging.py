@@ -12,15 +12,15 @@ from paceline.peers.group import Peers
 from paceline.peers.tensors import send_tensors
 
 _HALVES = (torch.float16, torch.bfloat16)
-_TAG, _WEIGHT, _STOP = -3, -2, -1  # where the numbers that ride behind the parameters lie
+_TAG, _WEIGHT, _STOP = -3, -2, -1  # positions of the control numbers after the parameters
 _TAG_PERIOD = 1 << 10  # sums over up to 16,000 workers stay exact in float32
 
 
 class Averager:
     """Replace parameters and floating-point buffers by their weighted mean over all workers.
 
-    They travel in one flat tensor for each dtype, halves as float32. Other buffers, such as counts, follow worker 0's.
-    ``buffers`` is called anew for each average, for a forward pass may replace them.
+    They are sent in one flat tensor per dtype, half precisions as float32. Other buffers, such as counts, are copied
+    from worker 0. ``buffers`` is called for each average, since a forward pass may replace them.
     """
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Callable[[], list[Tensor]], peers: Peers) -> None:
@@ -28,9 +28,9 @@ class Averager:
         self._flats: dict[torch.dtype, Tensor] = {}
 
     def average(self, *, weight: float, tag: int, stop: bool = False) -> bool:
-        """Average; all workers call it together, with the same ``tag``, or they are told that they are out of step.
+        """Average; all workers call it together with the same ``tag``, else they raise that they are out of step.
 
-        True if ``stop`` was true on any worker.
+        Return whether ``stop`` was true on any worker.
         """
         buffers = self._buffers()
         tensors = [tensor for tensor in (*self._parameters, *buffers) if _is_continuous(tensor)]
@@ -58,7 +58,7 @@ class Averager:
         self._peers.all_reduce(flat, now=True).wait()
         self._check_tag(flat[_TAG].item(), tag)
         total = flat[_WEIGHT].item()
-        if total != 0:  # else nobody has used an example, and nothing has changed
+        if total != 0:  # else no worker has used an example, and nothing has changed
             flat[:_TAG].div_(total)
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))

@@ -1,11 +1,11 @@
-"""Which gradients travel together: a plan, made of numbers only."""
+"""Plans which gradients share a bucket; it computes with sizes only."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 64  # bytes; kernels give other bits on other alignments, and vector loads want it
+ALIGNMENT = 64  # bytes; vector loads want it, and kernels give other bits on other alignments
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Item:
 def plan_buckets(items: Sequence[Item], order: Sequence[int], cap: int, first_cap: int) -> list[list[int]]:
     """Fill buckets with ``items`` in ``order`` (the order in which gradients come), each until it holds ``cap`` bytes.
 
-    The first bucket to be filled closes at ``first_cap`` already, so that communication starts early. Buckets are
-    sorted by when they are complete, which is the order in which they are reduced (Li et al., VLDB 2020).
+    The first bucket closes at ``first_cap``, so that communication starts early. Buckets are returned in the order in
+    which they are complete, which is also the order of reduction (Li et al., VLDB 2020).
     """
     open_buckets: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
@@ -44,7 +44,7 @@ def plan_buckets(items: Sequence[Item], order: Sequence[int], cap: int, first_ca
 
 
 def aligned_offsets(sizes: Sequence[int], itemsize: int) -> tuple[list[int], int]:
-    """Lay out pieces of ``sizes`` elements so that each starts aligned; give their offsets and the whole length."""
+    """Lay out pieces of ``sizes`` elements so that each starts aligned; return their offsets and the total length."""
     step = max(1, ALIGNMENT // itemsize)
     offsets, end = [], 0
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Meet the other workers of a run, in the way that its policy says: one table from policy to exchange."""
+"""Connects the workers of a run as its policy says: one table from policy to exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.policies import AllReduce, LocalSGD, PeersPolicy, Policy
 
 
 class MakeExchange(Protocol):
-    """Make the exchange of a policy for one worker; collective: all workers make theirs together."""
+    """Makes the exchange of a policy for one worker; all workers must call it together."""
 
     def __call__(self, model: nn.Module, peers: Peers, policy: Any) -> PeersExchange: ...
 
@@ -25,9 +25,9 @@ EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {AllReduce: AllReduceExchange
 
 
 def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tuple[int, int] | None) -> Exchange:
-    """Meet the other workers: those of ``group``, or of torch's default one, or nobody.
+    """Connect to the other workers: those of ``group``, or of torch's default group, or none.
 
-    ``rank_and_size`` is the rank and the number of workers that a launcher has given to this process.
+    ``rank_and_size`` is this process's rank and the number of workers, from a launcher.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if group is not None:
@@ -41,6 +41,6 @@ def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tupl
     if not isinstance(policy, PeersPolicy):
         raise UsageError(
             f"policy {policy} needs a server, which only Paceline's own launcher starts; "
-            f"run the script by: paceline run --workers N --policy '{policy}' script.py"
+            f"run the script with: paceline run --workers N --policy '{policy}' script.py"
         )
     return EXCHANGES[type(policy)](model, peers, policy)

@@ -1,4 +1,4 @@
-"""The few numbers that ride behind the gradients of the last bucket and are summed with them."""
+"""Control numbers: a few numbers after the gradients of the last bucket, summed with them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _TAG_PERIOD = 1 << 10  # sums over up to 16,000 workers stay exact in float32
 
 @dataclass(frozen=True)
 class Told:
-    """What the sums say."""
+    """The control numbers of all workers, read from the sums."""
 
     examples: int  # of all workers
-    loss: float | None  # mean over the workers that told theirs
+    loss: float | None  # mean over the workers that gave theirs
     used: Callable[[int], bool]  # whether any worker had a gradient for the parameter
-    waited_seconds: tuple[float, ...]  # how much longer the slowest worker computed than each
+    waited_seconds: tuple[float, ...]  # by rank: seconds that the slowest worker computed longer
     stop: bool  # whether any worker was asked to stop
 
 
 class Control:
-    """Numbers in float32: a tag of the exchange, examples, losses, who is to stop, who used what, compute times.
+    """Float32 numbers: a tag of the exchange, examples, losses, stop requests, used parameters, compute times.
 
-    A worker fills in its own and leaves the others' places zero, so the sum over all workers is the whole table.
+    A worker writes its own and leaves those of others zero, so the sum over all workers holds all of them.
     """
 
     def __init__(self, numbers: Tensor, peers: Peers, num_parameters: int) -> None:
         self._numbers = numbers
         self._peers = peers
         self._num_parameters = num_parameters
-        # Through numpy: for a few numbers a tensor's operations cost more than they do.
+        # Through numpy: for a few numbers it is faster than tensor operations.
         self._row = (numbers if numbers.is_cpu else numbers.cpu()).numpy()
 
     @staticmethod
@@ -68,10 +68,10 @@ class Control:
             self._numbers.copy_(torch.from_numpy(row))
 
     def read(self, tag: int, total: int) -> Told:
-        """Read the sums; workers that are not in the same step as this one, or not on the same data, are an error."""
+        """Read the sums; raise if other workers are in another step or on other data."""
         row = self._row.tolist() if self._numbers.is_cpu else self._numbers.tolist()
         self._compare("step", row[_TAG], tag, "do all make the same number of steps, and accumulate in the same ones?")
-        self._compare("number of examples", row[_TOTAL], total, "do all of them go through the same data?")
+        self._compare("number of examples", row[_TOTAL], total, "do all of them use the same data?")
         seconds = row[_USED + self._num_parameters :]
         return Told(
             examples=round(row[_EXAMPLES]),

@@ -1,4 +1,4 @@
-"""A module wrapper with the shape of PyTorch's DistributedDataParallel, on our reducer."""
+"""A module wrapper with the interface of PyTorch's DistributedDataParallel, on our reducer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from paceline.policies import AllReduce
 class DistributedDataParallel(nn.Module):
     """Wrap ``module`` so that ``backward()`` averages its gradients over all workers (Li et al., VLDB 2020).
 
-    Alone, without a launcher, it does nothing.
-
-    For a loop that keeps its own ``optimizer.step()``. It differs from PyTorch's in two ways: parameters that a step
-    does not use need no option, and ``state_dict`` has the names of ``module`` itself, without a prefix.
+    It is for loops that keep their own ``optimizer.step()``. Without a launcher it does nothing. It differs from
+    PyTorch's in two ways: parameters that a step does not use need no option, and ``state_dict`` has the names of
+    ``module`` itself, without a prefix.
 
     Args:
         process_group: any ``torch.distributed`` group; the default one, made from torchrun's variables if need be.
@@ -55,7 +54,7 @@ class DistributedDataParallel(nn.Module):
             self._synchronising = before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():  # a pass without gradients, such as an evaluation, is nobody else's business
+        if torch.is_grad_enabled():  # a pass without gradients, such as an evaluation, exchanges nothing
             if self._synchronising:
                 size = self._exchange.world_size
                 self._exchange.begin(examples=1, total=size, loss=lambda: None, tag=self._passes)
@@ -71,6 +70,6 @@ class DistributedDataParallel(nn.Module):
 
     @staticmethod
     def _add_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        """Before loading: the module is a child here, whatever ``state_dict`` says."""
+        """Add the prefix that ``state_dict`` leaves out, before loading."""
         for name in [name for name in state if name.startswith(prefix)]:
             state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)

@@ -1,4 +1,4 @@
-"""How a session's worker meets the others: not at all in a world of one, or collectively."""
+"""The exchange between a session's workers: none in a world of one, else collective."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from paceline.peers.tensors import averaged_dtype, send_tensors, share_state
 
 
 class Exchange(Protocol):
-    """What a session asks of the way its workers agree."""
+    """The interface between a session and the exchange of its workers."""
 
     rank: int
     world_size: int
-    replicas_differ: bool  # between two steps the workers' parameters may differ
+    replicas_differ: bool  # whether the workers' parameters may differ between steps
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes this worker has given to collectives so far."""
+        """Bytes that this worker has sent through collectives so far."""
         ...
 
     def accumulate(self, *, examples: int, total: int | None) -> None:
-        """Before forward: keep the gradients of the backward pass to come for a later exchange."""
+        """Before forward: keep the gradients of the next backward pass for a later exchange."""
         ...
 
     def begin(
@@ -40,27 +40,27 @@ class Exchange(Protocol):
         stop: Callable[[], bool] = lambda: False,
         tag: int | None = None,
     ) -> None:
-        """Before forward: a backward pass is to come after which the parameters are updated."""
+        """Before forward: the parameters are updated after the next backward pass."""
         ...
 
     def finish(self) -> Outcome | None:
-        """Before the update: the gradients are what the optimizer is to step on when this returns."""
+        """Before the update: wait until the gradients are final."""
         ...
 
     def updated(self, steps: int) -> bool:
-        """After the update, of which there were ``steps`` so far; True if all hear now that one is to stop."""
+        """After update number ``steps``; return whether a worker was asked to stop, if all learn it now."""
         ...
 
     def release(self, *, failed: bool = False) -> None:
-        """The step is over, or has ``failed``: further gradients are the worker's own."""
+        """End the step, which may have ``failed``: later gradients are not exchanged."""
         ...
 
     def averaged(self) -> contextlib.AbstractContextManager[object]:
-        """Have the average of all workers' parameters in the model, inside the block."""
+        """Load the average of all workers' parameters into the model, inside the block."""
         ...
 
     def conclude(self) -> None:
-        """The run has ended well: give all workers the same parameters."""
+        """End a successful run: give all workers the same parameters."""
         ...
 
     def mean(self, value: Tensor, weight: float) -> Tensor:
@@ -84,20 +84,20 @@ class Exchange(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What the bits of the exchanges to come depend on, beside what is exchanged."""
+        """The state that determines the rounding of later exchanges."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; the state may be that of another number of workers, or of one alone."""
+        """Restore that state, which may be of another number of workers."""
         ...
 
     def close(self) -> None:
-        """Let go of the model; the group stays."""
+        """Release the model; the group stays."""
         ...
 
 
 class Alone:
-    """A world of one."""
+    """The exchange of a world of one."""
 
     rank = 0
     world_size = 1
@@ -162,7 +162,7 @@ class Alone:
 
 
 class PeersExchange(Alone):
-    """What all ways to agree collectively share; a subclass says what is exchanged, and at which moment.
+    """The base of collective exchanges; a subclass defines what is exchanged and when.
 
     All workers begin with the parameters of worker 0.
     """
@@ -174,7 +174,7 @@ class PeersExchange(Alone):
         with peers.explain("receiving the parameters of worker 0"):
             for tensor in [*model.parameters(), *model.buffers()]:
                 send_tensors([tensor], peers)
-        self._modules = list(model.modules())  # walking through them takes longer than looking for buffers
+        self._modules = list(model.modules())  # kept, since collecting them takes longer than reading their buffers
 
     @property
     def num_bytes(self) -> int:
@@ -213,7 +213,7 @@ class PeersExchange(Alone):
 
 
 def check_same_model(model: nn.Module, peers: Peers) -> None:
-    """Make sure that all workers have the same parameters, and tell all of them who differs and how."""
+    """Raise on all workers if one has other parameters than worker 0, and say how they differ."""
     mine = [
         [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]

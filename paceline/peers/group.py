@@ -1,4 +1,4 @@
-"""The workers that agree collectively: a thin, typed hold on a ``torch.distributed`` process group."""
+"""A thin, typed wrapper of a ``torch.distributed`` process group."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ class Pending(Protocol):
 
 @dataclass
 class Traffic:
-    """What a worker has given to collectives."""
+    """Counts what a worker sends through collectives."""
 
     num_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Peers:
-    """One worker's view of its group: who it is, and the few collectives that training needs.
+    """One worker's view of its group: its rank, and the few collectives that training needs.
 
-    ``group`` is any ``torch.distributed`` process group; the calls go to the group itself, not through the module's
-    global state, so that several workers can live in one process (as the tests' thread ranks do).
+    ``group`` is any ``torch.distributed`` process group. Calls go to the group itself, not through the module's
+    global state, so that several workers can be threads of one process, as in the tests.
     """
 
     group: Any
     rank: int
     size: int
-    device: torch.device  # where the group's tensors must lie
+    device: torch.device  # of the group's tensors
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make zeros for what is added up again and again; all workers must ask for the same together.
+        """Allocate zeros for repeated reductions; all workers must make the same call together.
 
-        Groups of one host have memory for it that is reduced where it lies.
+        Groups of one host give shared memory, which is reduced without a copy.
         """
         allocate = getattr(self.group, "allocate", None)
         if allocate is None or device.type != "cpu":
@@ -58,13 +58,13 @@ class Peers:
     def overlaps(self) -> bool:
         """Whether collectives can run while this worker computes.
 
-        Those of one host are work for its cores; if all of them compute, a second thread only gets in their way.
+        Those of one host need its cores; if all cores compute, a second thread only takes turns with the first.
         """
         spare_cores = getattr(self.group, "has_spare_cores", None)
         return spare_cores is None or bool(spare_cores())
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, now: bool = False) -> Pending:
-        """Start adding up ``tensor`` over all workers, in place; ``now`` is faster if there is nothing else to do."""
+        """Start summing ``tensor`` over all workers, in place; ``now`` runs it here, which is faster than waiting."""
         self.traffic.num_bytes += _num_bytes(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = op, not now
@@ -72,13 +72,13 @@ class Peers:
         return work
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Copy the root's ``tensor`` into everybody's."""
+        """Copy the root's ``tensor`` into that of every worker."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         self.group.broadcast([tensor], options).wait()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Collect everybody's ``tensor``, which must have the same shape everywhere."""
+        """Collect every worker's ``tensor``, which must have the same shape everywhere."""
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         self.group.allgather([parts], [tensor]).wait()
         return parts
@@ -87,7 +87,7 @@ class Peers:
         self.group.barrier().wait()
 
     def share(self, value: Any, root: int = 0) -> Any:
-        """Give everybody the root's ``value``, which must be JSON (nothing is pickled)."""
+        """Give every worker the root's ``value``, which must fit JSON (nothing is pickled)."""
         data = self._bytes(json.dumps(value).encode() if self.rank == root else b"")
         length = torch.tensor([len(data)], device=self.device)
         self.broadcast(length, root)
@@ -97,7 +97,7 @@ class Peers:
         return json.loads(bytes(data.cpu().numpy()))
 
     def gather(self, value: Any) -> list[Any]:
-        """Give everybody the list of all workers' values, each JSON."""
+        """Give every worker the list of all workers' values, which must fit JSON."""
         data = self._bytes(json.dumps(value).encode())
         lengths = [int(n) for n in self.all_gather(torch.tensor([len(data)], device=self.device))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
@@ -110,7 +110,7 @@ class Peers:
 
     @contextlib.contextmanager
     def explain(self, what: str) -> Iterator[None]:
-        """Turn a failed collective into an error that says who was doing what."""
+        """Turn a failed collective into an error that names the worker and its operation."""
         try:
             yield
         except RuntimeError as error:

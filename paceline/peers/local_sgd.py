@@ -32,7 +32,7 @@ class LocalSGDExchange(PeersExchange):
         self._steps = 0  # since the last average
         self._examples = 0  # of this worker in these steps
         self._asked_to_stop: Callable[[], bool] = lambda: False
-        self._gradients: list[Tensor | None] | None = None  # as they were before a pass over borrowed data
+        self._gradients: list[Tensor | None] | None = None  # from before a pass over borrowed data
 
     def accumulate(self, *, examples: int, total: int | None) -> None:
         self._leave_out_borrowed()
@@ -75,7 +75,7 @@ class LocalSGDExchange(PeersExchange):
                     tensor.copy_(value)
 
     def conclude(self) -> None:
-        if self._steps:  # else all have the average already
+        if self._steps:  # else all workers already have the average
             self._average()
 
     def _average(self) -> bool:
@@ -89,7 +89,7 @@ class LocalSGDExchange(PeersExchange):
         self._steps, self._examples = int(state.get("steps", 0)), int(state.get("examples", 0))
 
     def _leave_out_borrowed(self) -> None:
-        """Put the gradients back as they were before a pass over data that was only borrowed."""
+        """Restore the gradients from before a pass over borrowed data."""
         if self._gradients is not None:
             for parameter, gradient in zip(self._trained, self._gradients, strict=True):
                 parameter.grad = gradient

@@ -1,11 +1,10 @@
-"""Average gradients over all workers, bucket by bucket, while backward still computes the rest.
+"""Averages gradients over all workers, bucket by bucket, while backward still computes the rest.
 
-The life of a step: ``arm`` before backward; each parameter's hook puts its finished gradient, weighted, into its place
-in a flat bucket; a bucket that is full is reduced as soon as all buckets before it are under way; when backward ends
-the reducer waits for all of them. Gradients then are views of the buckets (Li et al., VLDB 2020).
+A step begins with ``arm``, before backward. Each parameter's hook copies its finished gradient, weighted, into a flat
+bucket. A full bucket is reduced as soon as all buckets before it have been started. When backward ends, the reducer
+waits for all of them. Gradients are then views of the buckets (Li et al., VLDB 2020).
 
-Behind its gradients the last bucket carries a few numbers, so that none of them needs a round of its own: see
-``control.py``.
+The last bucket also carries control numbers after its gradients, which saves rounds of their own: see ``control.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MB = 1 << 20
 
 @dataclass
 class Bucket:
-    """Gradients that are reduced together: one flat tensor, and how many of its parts are still missing."""
+    """Gradients that are reduced together: one flat tensor, and the number of gradients still missing."""
 
     flat: Tensor
     indices: list[int]
@@ -41,14 +40,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished exchange tells: totals over all workers, and where the time went."""
+    """The result of an exchange: totals over all workers, and its times."""
 
     examples: int
-    loss: float | None  # the mean of the workers' losses, where they told them before backward
+    loss: float | None  # the mean of the losses that workers recorded before backward ended
     backward_ended: float  # by time.perf_counter()
-    exposed_seconds: float  # from then until the averaged gradients were there
-    waited_seconds: tuple[float, ...]  # how long each worker had to wait for the slowest, by rank
-    stop: bool  # any worker was asked to stop after this update
+    exposed_seconds: float  # from then until the gradients were averaged
+    waited_seconds: tuple[float, ...]  # by rank: seconds of waiting for the slowest worker
+    stop: bool  # whether any worker was asked to stop
 
 
 @dataclass
@@ -57,24 +56,24 @@ class _Step:
 
     scale: float  # of this worker's gradients
     examples: int
-    total: int  # of all workers' examples, as known or assumed
+    total: int  # of all workers' examples, known or assumed
     known: bool
     loss: Callable[[], float | None]
     stop: Callable[[], bool]
     tag: int
-    borrowed: bool  # the worker has no examples of its own in this update
+    borrowed: bool  # whether the worker has no examples of its own in this update
     arrived: set[int] = field(default_factory=set)
     launched: int = 0
     callback_queued: bool = False
 
     @property
     def used(self) -> set[int]:
-        """The parameters that count: a worker without examples computes on borrowed ones."""
+        """The parameters that this worker used; none on borrowed examples."""
         return set() if self.borrowed else self.arrived
 
 
 class Reducer:
-    """Keep the gradients of ``parameters`` averaged over ``peers``; one per model."""
+    """Averages the gradients of ``parameters`` over ``peers``; a model has one reducer."""
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class Reducer:
         self._assumed_total = peers.size
         self._step: _Step | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._order: list[int] = []  # in which gradients come, as found in the first step
+        self._order: list[int] = []  # of the gradients' arrival in the first step
         self._rebuilt = False
         self._built_at = 0  # the exchange before which the buckets were planned from the registration order
         self._left_at = time.perf_counter()
@@ -116,12 +115,11 @@ class Reducer:
         tag: int | None = None,
         weighted: bool = False,
     ) -> None:
-        """Exchange the gradients of the backward pass to come, weighted by ``examples`` of ``total`` in all.
+        """Exchange the gradients of the next backward pass, weighted by ``examples`` / ``total``.
 
-        Without a ``total`` the last step's is assumed, and put right after the exchange if it was another. ``loss``
-        is asked at the end of backward for this worker's loss, if that is known by then, and ``stop`` whether it was
-        asked to stop. ``tag`` must be the same on all workers. ``weighted`` gradients have their weights already, from
-        ``weigh``.
+        Without a ``total`` the last step's is assumed, and the result is corrected after the exchange. At the end of
+        backward ``loss`` returns this worker's loss, if known, and ``stop`` whether it was asked to stop. ``tag``
+        must be the same on all workers. ``weighted`` gradients have their weights already, from ``weigh``.
         """
         if self._broken or (self._step is not None and self._step.launched > 0):
             raise CommError(
@@ -151,9 +149,10 @@ class Reducer:
         self.outcome = None
 
     def disarm(self, *, failed: bool = False) -> None:
-        """Leave gradients alone from here on: they are this worker's own.
+        """Stop exchanging gradients.
 
-        If the step ``failed`` after its exchange had begun, the others have gone on without this worker.
+        If the step ``failed`` after its exchange had begun, later exchanges raise: the others went on without this
+        worker.
         """
         if failed and (self.outcome is not None or (self._step is not None and self._step.launched > 0)):
             self._broken = True
@@ -161,7 +160,7 @@ class Reducer:
         self.outcome = None
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in [*self._hooks, *self._weighing]:
             hook.remove()
         self._hooks, self._weighing = [], []
@@ -179,18 +178,18 @@ class Reducer:
     def _weighed(self, grad: Tensor) -> Tensor | None:
         if self._incoming == 1.0:
             return None
-        # Zeros, not times 0: a worker without examples computes on borrowed data, whose gradient may be anything.
+        # Zeros, not times 0: the gradient of borrowed data may be NaN or infinite.
         return grad * self._incoming if self._incoming else torch.zeros_like(grad)
 
     def finish(self) -> Outcome:
-        """Make sure that the armed exchange is done, also if no backward pass has run."""
+        """Complete the armed exchange, even if no backward pass has run."""
         if self._step is not None:
             self._finish()
         assert self.outcome is not None, "finish() without arm()"
         return self.outcome
 
     def _ready(self, index: int) -> None:
-        """A parameter's gradient is complete: the hook."""
+        """The hook of a parameter: its gradient is complete."""
         step = self._step
         if step is None:
             if self.outcome is not None:
@@ -207,14 +206,14 @@ class Reducer:
         if not self._rebuilt:
             self._order.append(index)
         bucket = self._bucket_of.get(index)
-        if bucket is not None and self._overlaps:  # else all are placed at the end, which costs less for each
+        if bucket is not None and self._overlaps:  # else all are copied at the end, which is cheaper per gradient
             self._put_in_bucket(index, step)
             bucket.missing -= 1
             if bucket.missing == 0:
                 self._launch_full(step)
 
     def _put_in_bucket(self, index: int, step: _Step) -> None:
-        """Put a gradient, weighted, into its place in its bucket."""
+        """Copy a gradient, weighted, into its bucket."""
         view, parameter = self._views[index], self._parameters[index]
         grad = parameter.grad
         assert grad is not None, "a gradient hook fires after the gradient is there"
@@ -224,7 +223,7 @@ class Reducer:
                 "make its gradient dense"
             )
         if step.borrowed:
-            view.zero_()  # not times 0: gradients of borrowed data may be anything
+            view.zero_()  # not times 0: gradients of borrowed data may be NaN or infinite
         elif grad.data_ptr() == view.data_ptr():
             view.mul_(step.scale)
         else:
@@ -232,14 +231,14 @@ class Reducer:
         parameter.grad = view
 
     def _launch_full(self, step: _Step) -> None:
-        """Start every bucket that is full, in order: what comes later waits, so that all workers agree."""
+        """Start full buckets in order: later ones wait, so that all workers reduce in the same order."""
         while step.launched < len(self._buckets) - 1 and self._buckets[step.launched].missing == 0:
             bucket = self._buckets[step.launched]
             bucket.work = self._peers.all_reduce(bucket.flat, now=not self._overlaps)
             step.launched += 1
 
     def _reduce_last(self, step: _Step) -> None:
-        """Reduce the bucket that has the control numbers: on this thread, for there is nothing else left to do."""
+        """Reduce the bucket with the control numbers on this thread, which has nothing else to do."""
         self._control.fill(
             tag=step.tag,
             examples=step.examples,
@@ -253,12 +252,12 @@ class Reducer:
         self._buckets[-1].work = self._peers.all_reduce(self._buckets[-1].flat, now=True)
 
     def _finish(self) -> None:
-        """Backward is over: launch what is left, wait for everything, and put the results in place."""
+        """After backward: start the remaining buckets, wait for all, and set the gradients."""
         step = self._step
         if step is None:
             return
         ended = time.perf_counter()
-        self._broken = True  # until all of it is done
+        self._broken = True  # until the exchange is complete
         with self._peers.explain(f"averaging gradients in its exchange {self._steps}"):
             self._launch_rest(step)
             self._reduce_last(step)
@@ -278,7 +277,7 @@ class Reducer:
         self._step = None
 
     def _launch_rest(self, step: _Step) -> None:
-        """Fill the places that are still empty, also those whose gradients did not come in this backward pass."""
+        """Fill in the gradients that did not come in this backward pass, and start the remaining buckets."""
         for index, view in self._views.items():
             if self._overlaps and index in step.arrived:
                 continue
@@ -295,15 +294,15 @@ class Reducer:
         self._assumed_total = examples if examples > 0 else self._peers.size
         if step.known and examples != step.total:
             raise CommError(
-                f"worker {self._peers.rank}: {step.total} examples were to be in this step on all workers, and they "
-                f"tell {examples}; do all of them go through the same data?"
+                f"worker {self._peers.rank}: this step should have {step.total} examples on all workers, but they "
+                f"report {examples}; do all of them use the same data?"
             )
         if examples != step.total and examples > 0:
             for bucket in self._buckets:
                 bucket.flat.mul_(step.total / examples)
 
     def _settle_unused(self, step: _Step, used: Callable[[int], bool]) -> None:
-        """A parameter that nobody used keeps no gradient, so that no optimizer touches its state."""
+        """Clear the gradients of parameters that no worker used, so that no optimizer updates their state."""
         for index in self._views.keys() - step.used:
             self._parameters[index].grad = self._views[index] if used(index) else None
 
@@ -325,15 +324,15 @@ class Reducer:
     # State ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What rounding depends on: sums over three workers or more come out by their place in the buckets.
+        """The state that rounding depends on: sums over three or more workers depend on the place in a bucket.
 
-        Worker 0's is right for all.
+        Worker 0's state is right for all.
         """
         planned = self._rebuilt or self._steps > self._built_at
         return {"order": self._true_order() if planned else None, "assumed_total": self._assumed_total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the buckets of a run before, unless other parameters are trained now; all workers call this."""
+        """Restore the buckets of an earlier run, unless other parameters are trained now; all workers call this."""
         self._assumed_total = state["assumed_total"]
         if state["order"] is not None and sorted(state["order"]) == sorted(self._views):
             self._build(state["order"])
@@ -341,7 +340,7 @@ class Reducer:
     # Buckets ----------------------------------------------------------------------------------------------
 
     def _build(self, order: Sequence[int] | None = None) -> None:
-        """Plan the buckets and lay the gradients' places out in them."""
+        """Plan the buckets and lay out the gradients in them."""
         self.close()
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         dense = [index for index, on in enumerate(self._trained) if on and index not in self._sparse]
@@ -371,7 +370,7 @@ class Reducer:
         ]
 
     def _lay_out(self, plan: list[list[int]]) -> None:
-        """Make the flat tensors; the last float32 one has the control numbers behind its gradients."""
+        """Make the flat tensors; the last float32 one has the control numbers after its gradients."""
         if not plan or self._parameters[plan[-1][0]].dtype != torch.float32:
             plan = [*plan, []]
         control_length = Control.length(len(self._parameters), self._peers.size)
@@ -389,18 +388,18 @@ class Reducer:
             self._buckets.append(Bucket(flat, indices))
 
     def _rebuild_in_true_order(self) -> None:
-        """Order the buckets as rank 0's gradients came in the first step."""
+        """Order the buckets by the arrival of rank 0's gradients in the first step."""
         with self._peers.explain("agreeing on the order of gradients"):
             order = self._peers.share(self._true_order())
         self._build(order)
 
     def _true_order(self) -> list[int]:
-        """The order in which gradients came, parameters that had none last."""
+        """The order in which gradients came; parameters without one are last."""
         came = list(dict.fromkeys(index for index in self._order if index in self._views))
         return came + sorted(self._views.keys() - set(came), reverse=True)
 
     def _agree_on(self, plan: list[list[int]]) -> None:
-        """Make sure that all workers have the same buckets: another order would give wrong averages silently."""
+        """Raise unless all workers have the same buckets: another order would silently give wrong averages."""
         digest = int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:7], "big")
         mine = torch.tensor([digest], device=self._peers.device)
         with self._peers.explain("comparing the order of gradients"):
@@ -414,7 +413,7 @@ class Reducer:
 
 
 def _view_like(flat: Tensor, offset: int, parameter: Parameter) -> Tensor:
-    """The parameter's place in a bucket, laid out in memory as the parameter is."""
+    """The view of a bucket for this parameter, with the parameter's memory layout."""
     piece = flat[offset : offset + parameter.numel()]
     dense = torch.empty_like(parameter, device="meta")  # keeps the strides of any dense layout
     return piece.as_strided(parameter.shape, dense.stride())

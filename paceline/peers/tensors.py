@@ -1,4 +1,4 @@
-"""Send tensors and states from worker 0 to all, as bytes."""
+"""Sends tensors and states from worker 0 to all workers, as bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.record.state_tree import pack, unpack
 
 
 def averaged_dtype(value: Tensor) -> torch.dtype:
-    """Averages of whole numbers are not whole."""
+    """The dtype of an average: floating point, also for integers."""
     return value.dtype if value.is_floating_point() or value.is_complex() else torch.get_default_dtype()
 
 
 def average_into(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> None:
-    """Load the mean of several models' states; what is no floating-point number is the first one's."""
+    """Load the mean of several models' states; other than floating-point values come from the first."""
     mean = dict(states[0])
     for name, first in states[0].items():
         if first.is_floating_point() or first.is_complex():
@@ -28,7 +28,7 @@ def average_into(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> No
 
 
 def send_tensors(tensors: Sequence[Tensor], peers: Peers) -> None:
-    """Copy worker 0's tensors into everybody's, as bytes: process groups want them dense, and know few dtypes."""
+    """Copy worker 0's tensors to all workers, as bytes: process groups want dense tensors of few dtypes."""
     if not tensors:
         return
     tensors = [_without_repeats(tensor) for tensor in tensors]
@@ -43,7 +43,7 @@ def send_tensors(tensors: Sequence[Tensor], peers: Peers) -> None:
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:
-    """An expanded tensor as it lies in memory, for it cannot be written otherwise."""
+    """An expanded tensor without its repeated dimensions, which cannot be written."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

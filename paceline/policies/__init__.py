@@ -1,4 +1,4 @@
-"""How workers keep pace, as values: one small file per idea, one table from name to class."""
+"""Synchronisation policies as values: one small file per idea, one table from name to class."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS,
 
 
 def parse_policy(policy: str | Policy) -> Policy:
-    """Take a policy as text, such as ``"all-reduce(overlap=false)"``, or as itself.
+    """Read a policy from text, such as ``"all-reduce(overlap=false)"``; a ``Policy`` is returned as it is.
 
     >>> parse_policy("all-reduce(overlap=false)")
     AllReduce(bucket_cap_mb=25.0, first_bucket_mb=1.0, overlap=False)

@@ -17,7 +17,7 @@ Rule = Literal["quadratic", "root"]
 
 @dataclass
 class AdaState(ServerState):
-    """The k of the moment, and the losses that the next one is found from."""
+    """The present k, and the losses that determine the next one."""
 
     carried = (*ServerState.carried, "k", "first_loss", "num_first", "loss", "num_losses", "window_end")
 
@@ -33,9 +33,9 @@ class AdaState(ServerState):
 class AdaSync(Gather):
     """Adapt k to the loss: many fast, noisy commits at first, fewer and better ones later (Dutta et al., 2021).
 
-    Once a window k is chosen anew from F0, the loss at the start, and F, that of the window. The rule ``quadratic`` is
-    for commits that take a time of log(P / (P - k)), as those of k-sync and k-async; ``root`` for a time of k / P, as
-    those of mini-batches. A k0 below 1 is for large mini-batches: k is 1 until the loss has fallen far enough.
+    After each window k is chosen from F0, the loss at the start, and F, that of the window. The rule ``quadratic`` is
+    for commits that take a time of log(P / (P - k)), as under k-sync and k-async; ``root`` is for a time of k / P, as
+    under k-batch-sync and k-batch-async. A k0 below 1 is for large mini-batches: k is 1 until the loss has fallen.
 
     >>> str(AdaSync(k0=2, window=30, over="k-async"))
     'ada-sync(k0=2.0, over=k-async, window=30.0)'
@@ -45,7 +45,7 @@ class AdaSync(Gather):
     needs_loss: ClassVar[bool] = True
 
     k0: float = 1.0  # the best k at the start
-    over: Base = "k-sync"  # what is counted, and what becomes of late work
+    over: Base = "k-sync"  # the policy whose k is adapted
     rule: Rule = "quadratic"
     window: float = 60.0  # seconds of the driver's time between two choices of k
 
@@ -98,7 +98,7 @@ class AdaSync(Gather):
             state.window_end = at + self.window
 
     def best_k(self, workers: int, first_loss: float, loss: float) -> int:
-        """The k for a run of so many workers whose loss was ``first_loss`` and is ``loss`` now."""
+        """The k for ``workers`` whose loss was ``first_loss`` at the start and is ``loss`` now."""
         if loss <= 0 or self.k0 >= workers:
             return max(1, workers)
         fallen = first_loss / loss

@@ -1,4 +1,4 @@
-"""What every policy is: a frozen value with a name and a text form."""
+"""The base of every policy: a frozen value with a name and a text form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.spec import check_types, to_spec
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """When and how workers agree; a subclass is a frozen dataclass and one line in ``POLICIES``."""
+    """When and how workers synchronise; a subclass is a frozen dataclass and one line in ``POLICIES``."""
 
     name: ClassVar[str]  # as users type it, with hyphens
 
@@ -24,4 +24,4 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class PeersPolicy(Policy):
-    """A policy under which all workers agree collectively, over a process group and without a server."""
+    """A policy of collective operations over a process group, without a server."""

@@ -1,7 +1,7 @@
-"""Six policies that are one: gather pushes until there are enough, then commit them together.
+"""Six policies of one family: gather pushes until there are enough, then commit them together.
 
-They differ in how many are enough, in what is counted (learners, or mini-batches of any learner) and in what becomes of
-work that is late (Dutta et al., AISTATS 2018).
+They differ in three things: how many pushes are enough; whether workers are counted or mini-batches of any worker; and
+whether late work is cancelled (Dutta et al., AISTATS 2018).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from paceline.policies.state import ServerState
 
 @dataclass(frozen=True, kw_only=True)
 class Gather(ServerPolicy):
-    """Commit when enough pushes are there."""
+    """Commit when there are enough pushes."""
 
     adds_up = True
-    counts_batches = False  # several pushes of one worker count; nobody waits for the others
-    cancels = False  # work that misses the commit is cancelled, so that no push is ever stale
+    counts_batches = False  # whether several pushes of one worker count; if so, no worker waits for others
+    cancels = False  # whether late work is cancelled, so that no push is ever stale
 
     @abstractmethod
     def enough(self, state: ServerState) -> int:
-        """How many pushes a commit takes now."""
+        """The number of pushes that the next commit needs."""
 
     def committed(self, state: ServerState, pushes: tuple[Push, ...], at: float) -> None:
-        """Take note of a commit."""
+        """Record a commit in the state."""
 
     def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
         state.join(worker, incarnation)
@@ -53,7 +53,7 @@ class Gather(ServerPolicy):
         return self._go_on(state, push.worker) if self.counts_batches else NOTHING
 
     def ended(self, state: ServerState, at: float) -> Actions:
-        return self._commit(state, at) if state.pending else NOTHING  # the last one may be smaller
+        return self._commit(state, at) if state.pending else NOTHING  # the last commit may be smaller
 
     def room(self, state: ServerState) -> int:
         return 0 if self.counts_batches else self.enough(state) - len(state.pending) - 1
@@ -89,13 +89,13 @@ class Gather(ServerPolicy):
             actions.append(Cancel(tuple(late), tuple(late.values())))
             free = self._in_order(state, free, late)
         if free:
-            actions.append(Send(tuple(free), state.begin_step(free)))  # after the commit: all read what it has made
+            actions.append(Send(tuple(free), state.begin_step(free)))  # after the commit: all read its parameters
         return actions
 
     def _in_order(self, state: ServerState, waiting: dict[int, None], late: dict[int, int]) -> dict[int, Any]:
-        """Those who wait and those who were late, in the order of the members, who most often are they all.
+        """The waiting and the late workers, in the order of the members.
 
-        Dictionaries of very many are several times faster to make in that order than in the order of arrival.
+        Large dictionaries are several times faster to make in that order than in the order of arrival.
         """
         if len(waiting) + len(late) == len(state.members):
             return state.members
@@ -121,7 +121,7 @@ class Sync(Gather):
 
 @dataclass(frozen=True, kw_only=True)
 class Async(Gather):
-    """Commit every gradient when it comes, however old the parameters that it was computed on."""
+    """Commit every gradient when it comes, however stale it is."""
 
     name: ClassVar[str] = "async"
 
@@ -168,7 +168,7 @@ class KSync(GatherK):
 
 @dataclass(frozen=True, kw_only=True)
 class KBatchSync(GatherK):
-    """Commit the first k mini-batches of any workers, who go on on the same parameters meanwhile; cancel the rest."""
+    """Commit the first k mini-batches of any workers, which continue on the same parameters; cancel the rest."""
 
     name: ClassVar[str] = "k-batch-sync"
     counts_batches = True
@@ -177,21 +177,21 @@ class KBatchSync(GatherK):
 
 @dataclass(frozen=True, kw_only=True)
 class KAsync(GatherK):
-    """Commit the gradients of the first k workers, who wait for it; the others keep computing on old parameters."""
+    """Commit the gradients of the first k workers, which wait for it; the others keep computing on old parameters."""
 
     name: ClassVar[str] = "k-async"
 
 
 @dataclass(frozen=True, kw_only=True)
 class KBatchAsync(GatherK):
-    """Commit every k mini-batches of any workers, who go on at once with the parameters as they are."""
+    """Commit every k mini-batches of any workers, which continue at once with the newest parameters."""
 
     name: ClassVar[str] = "k-batch-async"
     counts_batches = True
 
 
 def check_k(policy: ServerPolicy, option: str, k: int) -> None:
-    """Raise if fewer than one push is asked for."""
+    """Raise if k is below 1."""
     if k < 1:
         raise UsageError(
             f"policy {policy.name!r}: {option} must be at least 1, got {k}; for example {policy.name}({option}=3)"
@@ -202,6 +202,6 @@ def check_enough_workers(policy: ServerPolicy, option: str, k: int, workers: int
     """Raise if a commit would need more workers than there are."""
     if k > workers:
         raise UsageError(
-            f"policy {policy}: a commit needs {k} workers, and the run has {workers}; "
+            f"policy {policy}: a commit needs {k} workers, but the run has {workers}; "
             f"use at most {option}={workers}, or more workers"
         )

@@ -1,4 +1,4 @@
-"""Let every worker train by itself, and average the parameters now and then."""
+"""Let every worker train by itself, and average the parameters periodically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.policies.base import PeersPolicy
 class LocalSGD(PeersPolicy):
     """Average the parameters after every ``every`` steps; each worker updates its own in between (Stich, ICLR 2019).
 
-    Momentum and the other state of the optimizer stay each worker's own.
+    The optimizer's state, such as momentum, is not averaged.
 
     >>> str(LocalSGD(every=8))
     'local-sgd(every=8)'

@@ -1,4 +1,4 @@
-"""Policies of a parameter server: events in, actions out, and nothing done by themselves."""
+"""The base of a parameter server's policies: they map events to actions, and carry nothing out."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from paceline.policies.state import NOT_YET, ServerState
 class ServerPolicy(Policy, ABC):
     """A policy under which workers push to a server that owns the parameters.
 
-    It decides and a driver does: the live server, the virtual cluster or a test tells it of every event, with the
-    driver's time ``at``, and carries out the actions that it answers, in their order. What changes is in the state,
-    which ``begin`` makes and every event is given. A push also asks for what the worker does next; ``asked`` is for
-    workers that have nothing under way, after they have joined.
+    The policy decides and a driver (the live server, the virtual cluster or a test) acts. The driver reports every
+    event with its time ``at``, and carries out the returned actions in order. All that changes is in the state, which
+    ``begin`` makes and every method gets. A push also requests the worker's next step; ``asked`` is for workers that
+    have no step, such as those that just joined.
     """
 
-    needs_loss: ClassVar[bool] = False  # decisions depend on the losses that pushes carry
-    adds_up: ClassVar[bool] = False  # every commit is ``mean_of`` all pushes since the last, in the order they came
+    needs_loss: ClassVar[bool] = False  # whether decisions depend on the losses of pushes
+    adds_up: ClassVar[bool] = False  # whether every commit is ``mean_of`` all pushes since the last, in order
 
     def begin(self, workers: int) -> ServerState:
         """Make the state of a run that expects the workers 0 to ``workers`` - 1."""
@@ -39,37 +39,37 @@ class ServerPolicy(Policy, ABC):
         return ServerState()
 
     def restore(self, saved: dict[str, Any]) -> ServerState:
-        """Make the state again that ``state.as_dict()`` was taken of."""
+        """Make a state from the result of ``state.as_dict()``."""
         return type(self.new_state()).from_dict(saved)
 
     @abstractmethod
     def pushes_per_commit(self, workers: int) -> int:
-        """How many pushes a commit takes when so many workers are there, at the start; for schedules of rates."""
+        """The number of pushes per commit at the start of a run; for learning-rate schedules."""
 
     @abstractmethod
     def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
-        """A worker has come, for the first time or as a later incarnation."""
+        """A worker has joined, for the first time or as a later incarnation."""
 
     @abstractmethod
     def left(self, state: ServerState, worker: int, at: float) -> Actions:
-        """A worker has gone or died; one of those expected that never came has left too."""
+        """A worker has left or died, or an expected one will never come."""
 
     @abstractmethod
     def asked(self, state: ServerState, worker: int, at: float) -> Actions:
-        """A worker wants parameters; what it had under way it has given up."""
+        """A worker requests parameters; it has abandoned its step, if it had one."""
 
     @abstractmethod
     def pushed(self, state: ServerState, push: Push, at: float) -> Actions:
-        """A worker's result has come."""
+        """A worker's push has arrived."""
 
     def ended(self, state: ServerState, at: float) -> Actions:
-        """No more pushes will come, since the data has been used up: whatever is pending is to be committed."""
+        """The data is used up and no more pushes will come: commit all pending pushes."""
         return NOTHING
 
     def room(self, state: ServerState) -> int:
-        """How many pushes to come will all be answered with nothing, unless one has to be dropped."""
+        """The number of next pushes that need no action, unless one has to be dropped."""
         return 0
 
     def pushed_together(self, state: ServerState, pushes: Sequence[Push], at: float) -> Actions:
-        """Several results have come, in this order; if there is room for them all, quicker than one by one."""
+        """Several pushes have arrived, in this order; faster than one by one if ``room`` covers them all."""
         return [action for push in pushes for action in self.pushed(state, push, at)]

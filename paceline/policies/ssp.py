@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: nobody runs further ahead of the slowest than a bound."""
+"""Stale synchronous parallel: a bound on how far a worker may be ahead of the slowest."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from paceline.policies.state import NOT_YET, ServerState
 
 @dataclass
 class SSPState(ServerState):
-    """How far each worker is, in pushes; who is slowest is known without asking them all."""
+    """Each worker's clock, its number of pushes; the slowest clock is kept up to date."""
 
     clocks: dict[int, int] = field(default_factory=dict)  # worker -> its pushes
-    crowd: dict[int, int] = field(default_factory=dict)  # clock -> how many workers it is the clock of, never 0
-    slowest: int = 0  # the least of the clocks
+    crowd: dict[int, int] = field(default_factory=dict)  # clock -> number of workers with it, never 0
+    slowest: int = 0  # the smallest clock
 
     def put(self, worker: int, clock: int) -> None:
-        """Give a worker without a clock this one, which must not be behind the slowest."""
+        """Give a worker without a clock this one, which must not be below the slowest."""
         if not self.clocks:
             self.slowest = clock
         self.clocks[worker] = clock
         self.crowd[clock] = self.crowd.get(clock, 0) + 1
 
     def tick(self, worker: int) -> None:
-        """Let the worker's clock go on by one."""
+        """Advance the worker's clock by one."""
         clock = self.clocks[worker]
         self.clocks[worker] = clock + 1
         self.crowd[clock + 1] = self.crowd.get(clock + 1, 0) + 1
@@ -49,9 +49,9 @@ class SSPState(ServerState):
 
 @dataclass(frozen=True, kw_only=True)
 class SSP(ServerPolicy):
-    """Commit every gradient when it comes; who is over ``bound`` pushes ahead of the slowest waits (Ho et al., 2013).
+    """Commit every gradient at once; a worker over ``bound`` pushes ahead of the slowest waits (Ho et al., 2013).
 
-    With bound 0 the workers move in lock-step, each with commits of its own; a large bound is async.
+    With bound 0 the workers move in lock-step, each with its own commits; a large bound is async.
 
     >>> str(SSP(bound=3))
     'ssp(bound=3)'
@@ -84,9 +84,9 @@ class SSP(ServerPolicy):
         state = _own(state)
         expected = state.members.get(worker) == NOT_YET
         state.join(worker, incarnation)
-        if not expected:  # else others have waited for it: its clock stands where it stood at the beginning
+        if not expected:  # an expected worker has had clock 0 from the start
             state.remove(worker)
-            state.put(worker, state.slowest if state.clocks else 0)  # it neither holds others back nor is held back
+            state.put(worker, state.slowest if state.clocks else 0)  # so it neither delays others nor has to wait
         return self._release(state, state.waiting)
 
     def left(self, state: ServerState, worker: int, at: float) -> Actions:
@@ -109,12 +109,12 @@ class SSP(ServerPolicy):
         state.version += 1
         state.tick(push.worker)
         state.waiting[push.worker] = None
-        # Those who wait already go on waiting until the slowest moves: nobody else has to be looked at before.
+        # Waiting workers wait until the slowest clock moves, so only then are the others checked.
         candidates = state.waiting if state.slowest > slowest else (push.worker,)
         return (mean_of((push,)), *self._release(state, candidates))
 
     def _release(self, state: SSPState, candidates: Iterable[int]) -> Actions:
-        """Send to those of the candidates, who all wait, that are near enough to the slowest."""
+        """Send parameters to the waiting candidates that are within the bound of the slowest."""
         furthest = state.slowest + self.bound
         free = tuple([worker for worker in candidates if state.clocks[worker] <= furthest])
         for worker in free:

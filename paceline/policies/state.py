@@ -1,4 +1,4 @@
-"""What a server policy remembers: who is there, what each is doing, and the pushes not committed yet."""
+"""The state of a server policy: its members, their steps, and the pushes not committed yet."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ NOT_YET = -1  # the incarnation of a worker that is expected and has not joined
 class ServerState:
     """The state of a run under a server policy; ``as_dict`` and ``from_dict`` carry it through JSON.
 
-    Steps have numbers of their own, given out with the parameters: the push of a step that was cancelled, or of an
-    earlier incarnation, is known by its number.
+    The server numbers the steps. By its number, the push of a cancelled step or of an earlier incarnation is
+    recognised.
     """
 
-    carried: ClassVar[tuple[str, ...]] = ("version", "step")  # what stays when all workers are gone and come anew
+    carried: ClassVar[tuple[str, ...]] = ("version", "step")  # fields that survive a restart of all workers
 
     version: int = 0  # commits so far
     step: int = 0  # the number of the next step to begin
     members: dict[int, int] = field(default_factory=dict)  # worker -> incarnation
-    former: dict[int, int] = field(default_factory=dict)  # the same of those who left
-    under_way: dict[int, int] = field(default_factory=dict)  # worker -> the step that it is on
-    pending: list[Push] = field(default_factory=list)  # taken in and not committed yet
-    waiting: dict[int, None] = field(default_factory=dict)  # members to whom parameters are owed, in order
-    credited: dict[int, None] = field(default_factory=dict)  # have a push pending, and have left since, or come back
+    former: dict[int, int] = field(default_factory=dict)  # worker that left -> incarnation
+    under_way: dict[int, int] = field(default_factory=dict)  # worker -> its present step
+    pending: list[Push] = field(default_factory=list)  # accepted and not committed yet
+    waiting: dict[int, None] = field(default_factory=dict)  # members that wait for parameters, in order
+    credited: dict[int, None] = field(default_factory=dict)  # workers that left since their pending push
 
     def join(self, worker: int, incarnation: int) -> None:
-        """Let a worker in; whatever an earlier incarnation of it was doing is over."""
+        """Add a worker; this ends all steps of its earlier incarnations."""
         last = self.members.get(worker, self.former.get(worker, NOT_YET))
         if incarnation <= last:
             raise UsageError(
-                f"worker {worker} joined as incarnation {incarnation}, but incarnation {last} of it was here already; "
+                f"worker {worker} joined as incarnation {incarnation}, but incarnation {last} has already joined; "
                 f"a worker that comes back needs a larger one, such as {last + 1}"
             )
         self._end_all_of(worker)
@@ -45,7 +45,7 @@ class ServerState:
         self.members[worker] = incarnation
 
     def leave(self, worker: int) -> None:
-        """Let a worker go; a push of it that is pending stays."""
+        """Remove a worker; its pending push stays."""
         if worker in self.members:
             self._end_all_of(worker)
             self.former[worker] = self.members.pop(worker)
@@ -58,7 +58,7 @@ class ServerState:
                 self.credited[worker] = None
 
     def ask(self, worker: int) -> bool:
-        """Note that a member wants parameters; False if it is none, or waits for the commit of its push."""
+        """Record that a worker requests parameters; False if it is no member, or waits for the commit of its push."""
         if self.members.get(worker, NOT_YET) == NOT_YET or worker in self.waiting:
             return False
         if worker in self.credited:
@@ -68,7 +68,7 @@ class ServerState:
         return True
 
     def num_learners(self) -> int:
-        """How many workers can have a push in the next commit: the members, and those who left one behind."""
+        """The number of workers that can have a push in the next commit: the members, and those that left a push."""
         gone = sum(worker not in self.members for worker in self.credited) if self.credited else 0
         return len(self.members) + gone
 
@@ -77,7 +77,7 @@ class ServerState:
         return Send(workers, self.begin_step(workers))
 
     def begin_step(self, workers: Iterable[int]) -> int:
-        """Note that the workers begin a step, and give its number."""
+        """Record that the workers begin a step; return its number."""
         step = self.step
         self.step += 1
         if self.under_way:
@@ -87,14 +87,14 @@ class ServerState:
         return step
 
     def end_step(self, push: Push) -> bool:
-        """Note that a worker's step is done; False if the push is not of the step that it is on."""
+        """Record that a worker's step is done; False if the push is not of its present step."""
         if self.under_way.get(push.worker) != push.step:
             return False
         del self.under_way[push.worker]
         return True
 
     def end_steps(self, workers: Iterable[int], pushes: Sequence[Push]) -> bool:
-        """The same for the pushes of different workers; False, and nothing is noted, if one is of another step."""
+        """Record the pushes of several workers; False, and nothing is recorded, if one is of another step."""
         taken = [*map(self.under_way.pop, workers, repeat(None))]
         if taken == [*map(STEP, pushes)]:
             return True
@@ -102,21 +102,21 @@ class ServerState:
         return False
 
     def carry(self) -> dict[str, Any]:
-        """Give what a state that begins anew takes over by ``take_over``, fit for JSON."""
+        """The fields that survive a restart, for JSON; ``take_over`` reads them."""
         return {name: getattr(self, name) for name in self.carried}
 
     def take_over(self, carried: Mapping[str, Any]) -> None:
-        """Go on from what an earlier state carries."""
+        """Set the fields that an earlier state carried."""
         for name in self.carried:
             setattr(self, name, carried[name])
 
     def as_dict(self) -> dict[str, Any]:
-        """Give everything as lists and plain values, fit for JSON."""
+        """The whole state as lists and plain values, for JSON."""
         return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Self:
-        """Make the state again that ``as_dict`` was taken of."""
+        """Make a state from the result of ``as_dict``."""
         values = {name: value for name, value in saved.items() if name != "pending"}
         values = {name: dict(value) if isinstance(value, list) else value for name, value in values.items()}
         return cls(**values, pending=[Push(*push) for push in saved["pending"]])

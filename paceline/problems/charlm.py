@@ -17,13 +17,13 @@ from paceline.problems.problem import Metric, Problem, Recipe
 from paceline.problems.readers import find_file, read_text
 
 CONTEXT = 128
-_MIN_CHARACTERS = 10 * (CONTEXT + 1)  # the tenth that is held out must fill one window
+_MIN_CHARACTERS = 10 * (CONTEXT + 1)  # the held-out tenth must fill one window
 
 
 def charlm(options: ProblemOptions) -> Problem:
-    """Learn to write like a text: ``options.data`` is the file, or a directory with an ``input.txt``.
+    """Train a language model on a text: ``options.data`` is the file, or a directory with an ``input.txt``.
 
-    The first nine tenths are trained on and the rest is the test; an epoch reads each character once.
+    The first nine tenths are training data, the rest is the test. An epoch reads each character once.
     """
     path = _text_path(options.data)
     tokens, alphabet = encode(read_text(path))
@@ -54,16 +54,16 @@ def loss_per_character(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def encode(text: str) -> tuple[Tensor, str]:
-    """Number a text's characters; ``alphabet[tokens[i]]`` is its i-th one."""
+    """Number a text's characters; ``alphabet[tokens[i]]`` is its i-th character."""
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     distinct, tokens = np.unique(code_points, return_inverse=True)
     return torch.from_numpy(tokens.astype(np.int64)), "".join(map(chr, distinct))
 
 
 def windows(tokens: Tensor, length: int) -> TensorDataset:
-    """Cut a text into windows that do not overlap, each paired with itself one character later.
+    """Cut a text into windows without overlap, each paired with itself one character later.
 
-    What is left over at the end and too short for a window is not used.
+    A remainder shorter than a window is not used.
     """
     count = (len(tokens) - 1) // length
     inputs = tokens[: count * length].view(count, length)
@@ -73,7 +73,7 @@ def windows(tokens: Tensor, length: int) -> TensorDataset:
 
 def _text_path(data: Path | None) -> Path:
     if data is None:
-        raise UsageError("charlm learns from a text of yours; name the file with --data FILE or PACELINE_DATA")
+        raise UsageError("charlm trains on a text of yours; name the file with --data FILE or PACELINE_DATA")
     if data.is_file():
         return data
     return find_file(data, "tinyshakespeare", "input.txt")

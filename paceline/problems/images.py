@@ -21,11 +21,11 @@ from paceline.problems.readers import (
 )
 
 _DIGITS_TEST = 360
-_DIGITS_SPLIT_SEED = 1998  # the split belongs to the problem: accuracies of runs with other seeds stay comparable
+_DIGITS_SPLIT_SEED = 1998  # fixed, so that accuracies of runs with different seeds are comparable
 
 
 def digits(options: ProblemOptions) -> Problem:
-    """Tell handwritten digits of 8x8 pixels apart: 1437 to train on, 360 to test; in the package."""
+    """Classify handwritten digits of 8x8 pixels: 1437 to train on, 360 to test; included in the package."""
     with resources.as_file(resources.files("paceline.problems") / "files" / "digits.csv.gz") as path:
         images, labels = read_digits(path)
     inputs = images.unsqueeze(1).float() / 16
@@ -44,7 +44,7 @@ def digits(options: ProblemOptions) -> Problem:
 
 
 def mnist(options: ProblemOptions) -> Problem:
-    """Tell handwritten digits of 28x28 pixels apart (LeCun et al., 1998), from the four idx files."""
+    """Classify handwritten digits of 28x28 pixels (LeCun et al., 1998), from the four idx files."""
     mean, std = (0.1307,), (0.3081,)
     train_images, train_labels = read_mnist(options.data, "train")
     test_images, test_labels = read_mnist(options.data, "t10k")
@@ -60,7 +60,7 @@ def mnist(options: ProblemOptions) -> Problem:
 
 
 def cifar10(options: ProblemOptions) -> Problem:
-    """Tell ten kinds of small colour photographs apart (Krizhevsky, 2009), from the binary version."""
+    """Classify small colour photographs of ten kinds (Krizhevsky, 2009), from the binary version."""
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     return _classification(
         "cifar10",
@@ -74,7 +74,7 @@ def cifar10(options: ProblemOptions) -> Problem:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the share of examples whose largest logit is the right one."""
+    """Return the share of examples whose largest logit is the target's."""
     return (outputs.argmax(dim=1) == targets).float().mean()
 
 

@@ -1,4 +1,4 @@
-"""Find a problem by its name, or in a user's Python file."""
+"""Finds a problem by its name, or in a user's Python file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_problem(name: str, options: ProblemOptions = _DEFAULT_OPTIONS) -> Probl
     """Return the built-in problem of that name, or the one that a Python file makes.
 
     ``path/to/file.py`` calls the file's function ``problem()``, ``path/to/file.py:other`` its ``other()``.
-    What such a file raises passes through unchanged, and it may import the files beside it.
+    Exceptions of such a file pass through unchanged. It may import files of its own directory.
     """
     path, function = _split_path(name)
     if path is not None:
@@ -78,8 +78,8 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # last, so that a file beside it cannot hide an installed module
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+        sys.path.append(folder)  # last, so that a file there cannot hide an installed module
+    sys.modules[name] = module  # dataclasses and pickle look up a class's module there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -89,7 +89,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _functions_of(module: ModuleType) -> list[str]:
-    """Names of the functions that the file itself defines."""
+    """Names of the functions defined in the file itself."""
     return [
         name
         for name, value in vars(module).items()

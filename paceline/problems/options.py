@@ -1,4 +1,4 @@
-"""What a user may choose about a built-in problem."""
+"""Options of a built-in problem."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paceline.problems.models import MODELS, ModelFactory
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions:
-    """Where a problem's data lies, which model it trains and which seed makes its synthetic data.
+    """A problem's data directory, its model, and the seed of its synthetic data.
 
-    Problems that read no files ignore ``data``, and those that make none up ignore ``seed``.
+    Problems that read no files ignore ``data``; those without synthetic data ignore ``seed``.
     """
 
     data: Path | None = None
@@ -34,7 +34,7 @@ def choose_model(
     input_shape: tuple[int, ...],
     num_classes: int,
 ) -> Callable[[], nn.Module]:
-    """Return what makes the model asked for, or the default one, with the problem's shapes filled in."""
+    """Return the function that makes the chosen model, or the default one, for the problem's shapes."""
     name = default if options.model is None else options.model
     if name not in MODELS:
         raise unknown_name("model", name, fitting)
@@ -44,6 +44,6 @@ def choose_model(
 
 
 def refuse_model(problem: str, options: ProblemOptions) -> None:
-    """Raise if a model was asked for where the problem brings its own."""
+    """Raise if a model was chosen for a problem that has its own."""
     if options.model is not None:
-        raise UsageError(f"the problem {problem!r} brings its own model; leave out --model {options.model}")
+        raise UsageError(f"the problem {problem!r} has its own model; leave out --model {options.model}")

@@ -1,4 +1,4 @@
-"""What is trained: a model, its data, its loss, and the metric that says how good it is."""
+"""A problem to train: a model, its data, its loss and its metric."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Measure = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """What a problem is judged by on its test data."""
+    """The metric of a problem on its test data."""
 
     name: str
     measure: Measure
     higher_is_better: bool
 
     def reaches(self, value: float, target: float) -> bool:
-        """Tell whether ``value`` is at least as good as ``target``."""
+        """Whether ``value`` is at least as good as ``target``."""
         return value >= target if self.higher_is_better else value <= target
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a problem is trained unless the user says otherwise."""
+    """The default training options of a problem."""
 
     batch_size: int = 64
     epochs: int = 10
@@ -39,14 +39,14 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Everything the command, the virtual cluster and the studies need to train something.
+    """A model, data, loss and metric to train with the command, the virtual cluster and the studies.
 
-    A problem of your own is a Python file with a function ``problem()`` that returns one of these;
+    A problem of your own is a Python file with a function ``problem()`` that returns a ``Problem``;
     ``paceline train path/to/file.py`` trains it.
     """
 
     name: str
-    make_model: Callable[[], nn.Module]  # a fresh model, initialised from torch's global generator
+    make_model: Callable[[], nn.Module]  # makes a new model, initialised from torch's global generator
     train: Dataset[Any]  # of (input, target) pairs
     test: Dataset[Any]
     loss: Measure

@@ -1,4 +1,4 @@
-"""Read the standard files of public data sets; a mistake names the file, the reason and what to do."""
+"""Reads the standard files of public data sets; errors name the file, the reason and what to do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_mnist(data: Path | None, part: str) -> Examples:
 
 
 def read_cifar10_train(data: Path | None) -> Examples:
-    """Read those of CIFAR-10's five training files that exist (binary version) as one set."""
+    """Read all existing ones of CIFAR-10's five training files (binary version) as one set."""
     names = [f"data_batch_{number}.bin" for number in range(1, 6)]
     paths = [path for name in names if (path := _look_for(data, "cifar10", name)) is not None]
     if not paths:
@@ -116,12 +116,12 @@ def read_text(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file and unpack it if it is gzip, whatever its name: browsers unpack some and keep the name."""
+    """Read a file, and unpack it if its content is gzip; its name does not tell, since browsers may unpack it."""
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content
     except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"{path}: cannot be read: {error}; is it whole?") from error
+        raise UsageError(f"{path}: cannot be read: {error}; is it complete?") from error
 
 
 def find_file(data: Path | None, folder: str, name: str) -> Path:
@@ -162,5 +162,5 @@ def _check_labels(path: Path, labels: Tensor) -> None:
 
 
 def _tensor(values: npt.NDArray[np.uint8]) -> Tensor:
-    """Copy: a view of the bytes read would be read-only, which torch does not know."""
+    """Copy into a tensor: a view of the bytes would be read-only, which torch does not support."""
     return torch.from_numpy(values.copy())

@@ -1,4 +1,4 @@
-"""Made-up problems whose optimum is known: ``quadratic`` and ``logistic``."""
+"""Synthetic problems whose optimum is known: ``quadratic`` and ``logistic``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.problems.problem import Metric, Problem, Recipe
 
 
 def quadratic(options: ProblemOptions) -> Problem:
-    """Minimise a noisy quadratic bowl; see :func:`make_quadratic`."""
+    """Minimise a noisy quadratic function; see :func:`make_quadratic`."""
     refuse_model("quadratic", options)
     return make_quadratic(seed=options.seed)
 
@@ -21,11 +21,11 @@ def quadratic(options: ProblemOptions) -> Problem:
 def make_quadratic(
     *, dim: int = 32, num_examples: int = 4096, condition: float = 10.0, noise: float = 1.0, seed: int = 0
 ) -> Problem:
-    """Build the bowl F(w) = mean_i 1/2 sum_j a_j (w_j - c_ij)^2, whose example i is the centre c_i.
+    """Minimise F(w) = mean_i 1/2 sum_j a_j (w_j - c_ij)^2; example i is the centre c_i.
 
-    The curvatures a_j go from 1/condition to 1, so a rate below 2 is stable. F is least at the mean centre,
-    which is the whole test set: the test loss of w is exactly F(w) - min F. Centres deviate by ``noise``,
-    so SGD with a small rate r and batches of b ends near r/b * noise^2/4 * sum_j a_j^2, and not at zero.
+    The curvatures a_j go from 1/condition to 1, so a rate below 2 is stable. F has its minimum at the mean centre,
+    which is the whole test set: the test loss of w is exactly F(w) - min F. Centres deviate by ``noise``, so SGD
+    with a small rate r and batches of b ends near r/b * noise^2/4 * sum_j a_j^2, not at zero.
     """
     generator = torch.Generator().manual_seed(seed)
     curvature = torch.logspace(0, -1, dim, base=condition)
@@ -48,7 +48,7 @@ def make_quadratic(
 
 
 class Point(nn.Module):
-    """A vector of parameters that is its own answer to every example; it starts at zero."""
+    """A vector of parameters, which is the output for every example; it starts at zero."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Point(nn.Module):
 
 
 def logistic(options: ProblemOptions) -> Problem:
-    """Tell the two sides of a plane apart by logistic regression, while one label in twenty is wrong."""
+    """Classify the two sides of a plane by logistic regression; one label in twenty is wrong."""
     dim, num_train, num_test, flipped = 32, 4096, 1024, 0.05
     generator = torch.Generator().manual_seed(options.seed)
     normal = torch.randn(dim, generator=generator)

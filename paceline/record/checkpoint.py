@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there: one safetensors file each, checksummed, renamed into place.
+"""Atomic checkpoints: one safetensors file each, with a checksum, renamed into place.
 
-The file is an ordinary safetensors file (any tool can open it); its metadata holds the rest of the state as
-JSON and a SHA-256 over everything. Nothing in it is ever unpickled.
+Any safetensors tool can open the file. Its metadata holds the rest of the state as JSON, and a SHA-256 over
+everything. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = re.compile(r"step-(\d{10})\.safetensors")
 
 
 def write_checkpoint(path: Path, state: Mapping[str, object]) -> None:
-    """Write ``state`` to ``path`` so that after any crash the file is either whole or as it was before."""
+    """Write ``state`` to ``path`` atomically: after any crash the file is either complete or as it was before."""
     tree, tensors = pack(dict(state))
     stored = {name: _for_storage(tensor) for name, tensor in tensors.items()}
     text = json.dumps(tree)
@@ -59,7 +59,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 raise CheckpointError(
                     f"{path} is not a Paceline checkpoint: its format is {metadata.get('format')!r}, wanted {FORMAT!r}"
                 )
-            # Copies: the tensors of safe_open live in a mapping of a file that may be pruned meanwhile.
+            # Copies: the tensors of safe_open are mapped from a file that may be removed.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
@@ -81,7 +81,7 @@ class CheckpointFolder:
     keep: int = 3
 
     def file(self, step: int) -> Path:
-        """Name the checkpoint taken after ``step`` steps."""
+        """The path of the checkpoint after ``step`` steps."""
         return self.path / f"step-{step:010d}.safetensors"
 
     def files(self) -> list[Path]:
@@ -91,7 +91,7 @@ class CheckpointFolder:
         return sorted(entry for entry in self.path.iterdir() if _NAME.fullmatch(entry.name))
 
     def write(self, step: int, state: Mapping[str, object]) -> Path:
-        """Write the checkpoint of ``step``, then drop those that are no longer among the newest."""
+        """Write the checkpoint of ``step``, then remove all but the newest."""
         file = self.file(step)
         write_checkpoint(file, state)
         for old in self.files()[: -self.keep]:
@@ -99,19 +99,19 @@ class CheckpointFolder:
         return file
 
     def drop_after(self, file: Path) -> None:
-        """Remove the checkpoints that are newer than ``file``: a run that goes on from it makes its own."""
+        """Remove the checkpoints newer than ``file``: a run resumed from it makes its own."""
         for newer in self.files():
             if newer.name > file.name:
                 newer.unlink(missing_ok=True)
 
     def clear_leftovers(self) -> None:
-        """Remove what a killed writer left half-written."""
+        """Remove the unfinished files of a killed writer."""
         if self.path.is_dir():
             for partial in self.path.glob(".*.partial"):
                 partial.unlink(missing_ok=True)
 
     def newest(self) -> Iterator[tuple[Path, dict[str, Any] | CheckpointError]]:
-        """Go through the checkpoints from the newest back: each file with its state or why it has none."""
+        """Iterate over the checkpoints from the newest back: each file with its state, or the error of reading it."""
         for file in reversed(self.files()):
             try:
                 yield file, read_checkpoint(file)
@@ -120,7 +120,7 @@ class CheckpointFolder:
 
 
 def _for_storage(tensor: Tensor) -> Tensor:
-    """A tensor of its own: safetensors refuses views that share memory, such as tied weights."""
+    """A copy with its own memory: safetensors refuses tensors that share memory, such as tied weights."""
     return tensor.detach().cpu().contiguous().clone()
 
 

@@ -1,4 +1,4 @@
-"""Short numbers that stand for many bits: of parameters at a checkpoint, of the gradients of a push."""
+"""Hashes of parameters and checksums of batches, to compare runs bit for bit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def hash_of(tensors: Iterable[Tensor]) -> bytes:
 
 
 def state_tensors(model: nn.Module) -> list[Tensor]:
-    """All that a server keeps of a model: its parameters, then its buffers."""
+    """The tensors of a model that a server keeps: its parameters, then its buffers."""
     return [*model.parameters(), *model.buffers()]
 
 
 def checksum_of(data: Any) -> int:
-    """A checksum of all that is in ``data``, a batch say: never 0."""
+    """A checksum of all tensors in ``data``, such as a batch; never 0."""
     check = 1
     for leaf in tree_leaves(data):
         check = zlib.crc32(_bytes_of(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode(), check)

@@ -1,4 +1,4 @@
-"""The run's ``metrics.jsonl``: one JSON object a line, one line per event worth plotting."""
+"""The run's ``metrics.jsonl``: one JSON object per line and event."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Value = Any  # number, string, None, or a tensor with one element
 
 
 class MetricsWriter:
-    """Append events to ``metrics.jsonl``, some at a time; a GPU's numbers are waited for only then.
+    """Append events to ``metrics.jsonl``, several at a time; only a flush waits for numbers on a GPU.
 
-    ``length`` (after a flush) goes into every checkpoint, so that a resumed run can cut off what was written
-    after it and repeat those lines exactly.
+    ``length`` (after a flush) goes into every checkpoint, so that a resumed run can cut off the later lines and
+    repeat them exactly.
     """
 
     def __init__(self, path: Path, *, length: int = 0, flush_every: int = 64) -> None:
@@ -34,14 +34,14 @@ class MetricsWriter:
         self._flush_every = flush_every
 
     def write(self, event: str, /, **values: Value) -> None:
-        """Add one line; ``time`` is seconds since the epoch. What is no number or text is refused by name."""
+        """Add one line; ``time`` is seconds since the epoch. Values must be numbers or texts."""
         line = {name: as_number(value, name) for name, value in values.items()}
         self._pending.append({"event": event, "time": time.time(), **line})
         if len(self._pending) >= self._flush_every:
             self.flush()
 
     def flush(self) -> int:
-        """Write what is pending, all of it or nothing, and return the file's length."""
+        """Write the pending lines, all or none, and return the file's length."""
         lines = b"".join(_as_line(values) for values in self._pending)
         try:
             rest = lines
@@ -49,13 +49,13 @@ class MetricsWriter:
                 rest = rest[self._file.write(rest) or 0 :]
         except OSError as error:
             self._file.truncate(self._length)
-            raise PacelineError(f"could not write {self._path}: {error.strerror}; nothing of it is lost yet") from error
+            raise PacelineError(f"could not write {self._path}: {error.strerror}; no line is lost yet") from error
         self._length += len(lines)
         self._pending.clear()
         return self._length
 
     def sync(self) -> int:
-        """Flush and make the lines survive a power cut; return the file's length."""
+        """Flush and fsync; return the file's length."""
         length = self.flush()
         os.fsync(self._file.fileno())
         return length
@@ -68,14 +68,14 @@ class MetricsWriter:
 
 
 def as_number(value: Value, name: str = "a value") -> Value:
-    """A value as JSON will hold it; of a GPU's tensor a copy, to be read when lines are flushed."""
+    """A value for JSON; of a GPU's tensor a copy, which the next flush reads."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().clone() if value.is_cuda else value.item()
     if isinstance(value, np.generic):
         return value.item()
     if not _is_json(value):
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise UsageError(f"metrics hold numbers and texts, and {name} is {found}; reduce it to one number")
+        raise UsageError(f"metrics hold numbers and texts, but {name} is {found}; reduce it to one number")
     return value
 
 
@@ -89,13 +89,13 @@ def _is_json(value: Value) -> bool:
 
 def _as_line(values: dict[str, Value]) -> bytes:
     numbers = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
-    # JSON knows no NaN and no infinity: a strict reader would stop at the first one.
+    # JSON has no NaN and no infinity: a strict reader would fail at the first one.
     finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in numbers.items()}
     return json.dumps(finite).encode() + b"\n"
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the events of a ``metrics.jsonl``; a last line that a crash tore is left out."""
+    """Read the events of a ``metrics.jsonl``; an unfinished last line is left out."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):

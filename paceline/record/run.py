@@ -19,7 +19,7 @@ _open_runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def _close_locks_in_child() -> None:
-    """A forked child (a DataLoader's worker) must not keep a dead parent's run locked."""
+    """Close the locks in a forked child, such as a DataLoader's worker: it must not keep a dead parent's run locked."""
     for run in _open_runs:
         run.close_lock()
 
@@ -28,7 +28,7 @@ os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
 class Run:
-    """Open a run directory for writing; ``resume`` says whether one that already holds a run may go on.
+    """Open a run directory for writing; with ``resume`` it may already hold a run.
 
     The lock is an ``flock`` on ``run.lock``: the kernel releases it when the process ends in any way, so a
     killed run never has to be unlocked by hand.
@@ -61,7 +61,7 @@ class Run:
         return self.metrics
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write ``config.json``: everything needed to run again."""
+        """Write ``config.json``: everything needed to repeat the run."""
         aside = self.path / ".config.json.partial"
         aside.write_text(json.dumps(config, indent=2, default=str) + "\n")
         aside.rename(self.path / "config.json")

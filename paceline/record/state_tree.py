@@ -1,8 +1,8 @@
-"""Turn any training state into JSON and named tensors, and back, without pickle.
+"""Turns any training state into JSON and named tensors, and back, without pickle.
 
-A state is what ``state_dict()`` methods return: dicts, lists, tuples, numbers, strings, ``None`` and tensors,
-nested as they like. What JSON cannot say (tensors, tuples, dicts with other keys than strings) is written as
-a one-key dict whose key starts with ``$``.
+A state is the result of a ``state_dict()``: nested dicts, lists, tuples, numbers, strings, ``None`` and tensors.
+Values that JSON lacks (tensors, tuples, dicts whose keys are not strings) are written as a one-key dict whose key
+starts with ``$``.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 
-Tree = Any  # what json.dumps takes
+Tree = Any  # any value that json.dumps takes
 
 
 def pack(state: object) -> tuple[Tree, dict[str, Tensor]]:
-    """Split ``state`` into a JSON tree and the tensors it mentions by name."""
+    """Split ``state`` into a JSON tree and its tensors by name."""
     tensors: dict[str, Tensor] = {}
     return _pack(state, "", tensors), tensors
 
 
 def unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the state that ``pack`` split."""
+    """Rebuild a state from the results of ``pack``."""
     if isinstance(tree, list):
         return [unpack(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -92,7 +92,7 @@ def _add_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
         raise _cannot_save(path, kind)
     base = _file_name(path.lstrip("."))
     name, suffix = base, 1
-    while name in tensors:  # the paths of {"a.b": x} and {"a": {"b": y}} read the same
+    while name in tensors:  # {"a.b": x} and {"a": {"b": y}} have the same path
         suffix += 1
         name = f"{base}~{suffix}"
     tensors[name] = tensor.detach()
@@ -100,11 +100,11 @@ def _add_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _file_name(path: str) -> str:
-    """The name of a tensor in the file: its path, unless safetensors could not hold that."""
+    """The name of a tensor in the file: its path, unless safetensors does not allow that name."""
     encodable = path.encode("utf-8", "ignore").decode() == path
     return path if path and encodable and path != "__metadata__" else f"tensor:{path!a}"
 
 
 def _key(value: Any) -> Any:
-    """A key that was a tensor or a list cannot be one again; everything hashable can."""
+    """A hashable form of a key: lists become tuples."""
     return tuple(value) if isinstance(value, list) else value

@@ -1,9 +1,9 @@
-"""A run's ``trace.bin``: who read which version, which batch, what was committed in which order, what was cancelled.
+"""A run's ``trace.bin``: which worker read which version and batch, and the order of commits and cancels.
 
-The file is a magic number and blocks; a block is its length, a CRC-32 of that and one of the records behind it, both of
-which go on from the last block's. The first block is JSON: what else the numbers of a run depend on. A record is a byte
-that tells its kind and a few numbers, tens of bytes in all. A changed or moved byte is found, and named; bytes missing
-at the end are what a writer leaves that was killed.
+The file is a magic number and blocks. A block is its length, a CRC-32 of the length, a CRC-32 of the records, and the
+records; both CRCs continue those of the block before. The first block is JSON: everything else that the numbers of the
+run depend on. A record is a byte for its kind and a few numbers, tens of bytes in all. A changed or moved byte raises
+an error that names its block; missing bytes at the end mean that the writer was killed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from paceline.errors import PacelineError
 MAGIC = b"PLTRACE1"
 _LENGTH = struct.Struct("<I")
 _BLOCK = struct.Struct("<III")  # length, CRC of the length, CRC of the records
-_LARGEST = 1 << 24  # bytes of a block that a reader takes memory for
-_FULL = 1 << 16  # bytes after which a block is written without being asked for
+_LARGEST = 1 << 24  # bytes of a block that a reader accepts
+_FULL = 1 << 16  # bytes at which a block is written without a flush
 
 
 class TraceError(PacelineError):
-    """A trace is damaged, or is none; says where."""
+    """A trace is damaged, or the file is not a trace; the message says where."""
 
 
 class Began(NamedTuple):
-    """The server began, or began again, with the parameters of this version; whoever had joined is gone."""
+    """The server started, or started again, with the parameters of this version and no workers."""
 
     version: int
-    replaced: bool = False  # it took the place of one that was killed, and the workers are the same processes
+    replaced: bool = False  # it replaces a killed server, and the worker processes are the same
 
 
 class Described(NamedTuple):
-    """A worker has said what the batches are made of, with a checksum of some of it; 0 if none was made."""
+    """A worker described its data, with a checksum of some of it; 0 without a checksum."""
 
     num_samples: int
     batch_size: int
@@ -45,21 +45,21 @@ class Described(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A worker takes part from now on, as this incarnation."""
+    """A worker joined as this incarnation."""
 
     rank: int
     life: int
     at: float  # seconds since the server began
-    epoch: int = 0  # the first that is not done
+    epoch: int = 0  # the first unfinished one
 
 
 class Left(NamedTuple):
-    """A worker takes no part any more: it said so, or it is dead."""
+    """A worker left or died."""
 
     rank: int
     dead: bool
     at: float
-    version: int = 0  # of the parameters that it had, if it said so
+    version: int = 0  # of its parameters, if it left by itself
 
 
 class Asked(NamedTuple):
@@ -91,19 +91,19 @@ class GivenMore(NamedTuple):
 
 
 class Pushed(NamedTuple):
-    """A push was taken, as part of the next commit; ``version`` is the one that it was computed from."""
+    """A push was accepted for the next commit; it was computed from the parameters of ``version``."""
 
     rank: int
     step: int
     version: int
     examples: int
-    loss: float  # NaN: none was told
+    loss: float  # NaN if unknown
     checksum: int  # of the gradients' bits
     at: float
 
 
 class Late(NamedTuple):
-    """A push came too late and was left out."""
+    """A push came too late and was dropped."""
 
     rank: int
     step: int
@@ -111,7 +111,7 @@ class Late(NamedTuple):
 
 
 class NotFinite(NamedTuple):
-    """A push held a NaN or an infinity and was left out."""
+    """A push held a NaN or an infinity and was dropped."""
 
     rank: int
     step: int
@@ -119,7 +119,7 @@ class NotFinite(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """A worker gave a step up; its batch counts as used."""
+    """A worker skipped its step; the batch counts as used."""
 
     rank: int
     step: int
@@ -134,7 +134,7 @@ class Cancelled(NamedTuple):
 
 
 class Chose(NamedTuple):
-    """The commit that follows takes this push with this weight; where none is chosen, it averages all by examples."""
+    """The next commit takes this push with this weight; a commit without such records averages all by examples."""
 
     rank: int
     step: int
@@ -142,7 +142,7 @@ class Chose(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """So many of the pushes taken were applied: ``version`` is that of the parameters now."""
+    """This many of the accepted pushes were applied; ``version`` is the new version of the parameters."""
 
     version: int
     pushes: int
@@ -150,14 +150,14 @@ class Committed(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A worker was told that there are no more batches, and reads the parameters of this version or a later one."""
+    """A worker was told that no batches are left; it reads the parameters of this version or a later one."""
 
     rank: int
     version: int
 
 
 class Averaged(NamedTuple):
-    """A worker was told a mean; those that are told the same one behind the other have each told their part."""
+    """A worker was sent a mean; successive records of the same key are the workers whose values it averages."""
 
     rank: int
     key: int  # CRC-32 of its name
@@ -171,7 +171,7 @@ class Hashed(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The run ended here; ``whole``: with its last batch, and not because it was asked to stop."""
+    """The run ended; ``whole``: after its last batch, not because it was asked to stop."""
 
     whole: bool
 
@@ -205,17 +205,17 @@ _PACKERS = {kind: (bytes([number]), form.pack) for number, (kind, form) in _FORM
 
 
 class TracePosition(NamedTuple):
-    """How far a trace is written: what a writer needs to go on from there."""
+    """The end of the written trace, from which a writer can continue."""
 
     length: int  # bytes
     check: int  # the CRC so far
 
 
 class TraceWriter:
-    """Append records to a trace; what was flushed outlives this process, though not its host."""
+    """Append records to a trace; flushed records survive this process, synced ones also its host."""
 
     def __init__(self, path: Path, about: Mapping[str, Any], *, after: TracePosition | None = None) -> None:
-        """Begin a trace with what its numbers depend on, or go on with one ``after`` a place, cutting off the rest."""
+        """Begin a trace described by ``about``, or continue one ``after`` a position and cut off the rest."""
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pending = bytearray()
@@ -231,7 +231,7 @@ class TraceWriter:
         self.flush()
 
     def append(self, record: Record) -> None:
-        """Add a record, which the next flush writes."""
+        """Add a record; the next flush writes it."""
         kind, pack = _PACKERS[type(record)]
         self._pending += kind
         self._pending += pack(*record)
@@ -239,7 +239,7 @@ class TraceWriter:
             self.flush()
 
     def flush(self) -> TracePosition:
-        """Write what is pending as a block, and tell how far the file is now."""
+        """Write the pending records as a block, and return the new end of the file."""
         if self._pending:
             check = zlib.crc32(self._pending, self.position.check)
             length = len(self._pending)
@@ -249,7 +249,7 @@ class TraceWriter:
         return self.position
 
     def sync(self) -> TracePosition:
-        """Flush, and make it outlive a power cut."""
+        """Flush and fsync."""
         position = self.flush()
         os.fsync(self._file)
         return position
@@ -268,9 +268,9 @@ class TraceWriter:
 
 
 class Trace:
-    """Read a trace: ``about`` is what its numbers depend on, iterating gives its records.
+    """Read a trace: ``about`` is its first block, iteration gives its records.
 
-    A block that a killed writer left unfinished at the end is left out; anything else amiss is a ``TraceError``.
+    An unfinished block of a killed writer at the end is left out; any other damage raises a ``TraceError``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -282,10 +282,10 @@ class Trace:
                 f"cannot read the trace {path}: {error.strerror}; was the run made with a server?"
             ) from None
         if self._bytes[: len(MAGIC)] != MAGIC:
-            raise TraceError(f"{path} is no trace: it begins with {self._bytes[: len(MAGIC)]!r}, wanted {MAGIC!r}")
+            raise TraceError(f"{path} is not a trace: it begins with {self._bytes[: len(MAGIC)]!r}, wanted {MAGIC!r}")
         self._blocks = list(self._split())
         if not self._blocks:
-            raise TraceError(f"{path} is damaged: it ends before it says what run it is of")
+            raise TraceError(f"{path} is damaged: it ends inside its first block")
         self.about: dict[str, Any] = json.loads(bytes(self._blocks.pop(0)))
 
     def __iter__(self) -> Iterator[Record]:
@@ -293,7 +293,7 @@ class Trace:
             yield from _records(block)
 
     def _split(self) -> Iterator[memoryview]:
-        """The blocks, each checked before it is given."""
+        """The blocks, each checked first."""
         start, check, number = len(MAGIC), 0, 0
         version: int | None = None
         whole = memoryview(self._bytes)
@@ -310,7 +310,7 @@ class Trace:
                 if number:
                     version = max((r.version for r in _records(block) if isinstance(r, Committed)), default=version)
             except TraceError as error:
-                known = "the very beginning" if version is None else f"the commit of version {version}"
+                known = "the beginning" if version is None else f"the commit of version {version}"
                 raise TraceError(
                     f"{self._path} is damaged: block {number}, which begins at byte {start}, {error}; what comes "
                     f"before it, up to {known}, is good"
@@ -330,5 +330,5 @@ def _records(block: memoryview) -> Iterator[Record]:
             kind, form = _FORMATS[block[start]]
             yield kind(*form.unpack_from(block, start + 1))
         except (KeyError, struct.error):
-            raise TraceError(f"holds a record that is none, of kind {block[start]}") from None
+            raise TraceError(f"holds a record of the unknown kind {block[start]}") from None
         start += 1 + form.size

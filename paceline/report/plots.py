@@ -1,4 +1,4 @@
-"""Draw curves as a picture."""
+"""Draws curves into a PNG file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from paceline.report.series import Axis, Series
 
-# Okabe and Ito's colours, which colour-blind people tell apart; grey instead of their yellow, too pale for a line.
+# Okabe and Ito's colours, which colour-blind people can distinguish; grey replaces their yellow, too pale for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A8A")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-LINES = ("-", "--", ":", "-.")  # the next kind when the colours have been used up
+LINES = ("-", "--", ":", "-.")  # the next style when all colours are used
 
 _PANEL_INCHES = (4.0, 3.6)
 _DOTS_PER_INCH = 150
 
 
 def draw(title: str, curves: Sequence[Series], x_axis: Axis, y_axis: Axis, file: Path) -> None:
-    """Draw the curves, one panel beside the other, into a PNG file."""
+    """Draw the curves into a PNG file, with panels side by side."""
     panels = list(dict.fromkeys(series.panel for series in curves))
     labels = list(dict.fromkeys(series.label for series in curves))
     width, height = _PANEL_INCHES
@@ -47,7 +47,7 @@ def draw(title: str, curves: Sequence[Series], x_axis: Axis, y_axis: Axis, file:
 
 
 def _legend_columns(labels: list[str], inches: float) -> int:
-    """As many as fit beside each other, at some 12.5 letters an inch and 6 for the line before each label."""
+    """The number of columns that fit, at about 12.5 letters an inch and 6 for the line before each label."""
     return max(1, min(len(labels), 8, int(12.5 * inches / (6 + max(map(len, labels))))))
 
 
@@ -61,7 +61,7 @@ def _draw_series(axes: Axes, series: Series, number: int) -> None:
         linewidth=1.5,
         marker=MARKERS[number % len(MARKERS)],
         markersize=4,
-        # Few marks, at other places on every curve, so that curves that meet can be told apart.
+        # Few markers, at different places on every curve, so that overlapping curves can be distinguished.
         markevery=(number % 8, 8) if len(series.x) > 16 else 1,
     )
 
@@ -84,7 +84,7 @@ def _finish_panel(axes: Axes, title: str, x_axis: Axis, y_axis: Axis) -> None:
 
 
 def _label_decades(axis: DrawnAxis) -> None:
-    """Label 1, 2 and 5 of every decade in plain numbers: an error from 2 to 8 % would otherwise have no label."""
+    """Label 1, 2 and 5 of every decade in plain numbers: an axis from 2 to 8 would otherwise have no label."""
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(_plain))
     axis.set_minor_formatter(NullFormatter())

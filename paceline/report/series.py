@@ -1,4 +1,4 @@
-"""What a plot shows: curves and axes, as plain values."""
+"""The curves and axes of a plot, as plain values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What an axis of the plot shows, and on which scale."""
+    """An axis of the plot: its label and scale."""
 
     label: str
     scale: Literal["linear", "log"] = "linear"

@@ -1,4 +1,4 @@
-"""The plain table that benchmarks print; it starts in an instant, without torch's seconds."""
+"""Prints the plain tables of benchmarks, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Print one line per row; ``columns`` maps the keys to show to their formats, such as ``".2f"``; None is a dash."""
+    """Print one line per row; ``columns`` maps keys to formats, such as ``".2f"``; None is printed as a dash."""
     lines = [list(columns)]
     lines += [["-" if row[key] is None else format(row[key], spec) for key, spec in columns.items()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

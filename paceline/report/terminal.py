@@ -1,4 +1,4 @@
-"""What the command shows to a person: a progress bar that goes away, and plain lines that stay."""
+"""Progress bars of the command, which vanish at the end, and plain lines, which stay."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rich.progress import Progress as Bar
 
 from paceline.training.train import Progress
 
-WIDE = 110  # columns of a terminal on which the breakdown of the time has room
+WIDE = 110  # columns of a terminal that shows the breakdown of the time
 SHORT = {"forward": "fwd", "backward": "bwd", "communication": "comm", "waited": "wait", "optimizer": "opt"}
 
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on stderr, if that is a terminal; gives the function that moves it."""
+    """Show a progress bar on stderr, if that is a terminal; yields the function that moves it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -40,7 +40,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class ProgressLine:
-    """Show how a training run gets on: steps, loss, examples per second, and where the time goes."""
+    """Show the progress of a training run: steps, loss, examples per second, and the breakdown of the time."""
 
     def __init__(self, title: str, *, console: Console | None = None) -> None:
         console = console or Console(stderr=True)
@@ -70,7 +70,7 @@ class ProgressLine:
         self._bar.update(self._task, completed=progress.step, **values)
 
     def _shares(self, timing: dict[str, float]) -> str:
-        """Where the time went, smoothed over some twenty updates: fwd 31% bwd 40% ..."""
+        """The breakdown of the time, smoothed over about twenty updates: fwd 31% bwd 40% ..."""
         for part, seconds in timing.items():
             self._seconds[part] = 0.95 * self._seconds.get(part, seconds) + 0.05 * seconds
         total = sum(self._seconds.values())
@@ -78,7 +78,7 @@ class ProgressLine:
         return " ".join(f"{SHORT[part]} {share:.0%}" for part, share in shares.items() if share >= 0.005)
 
     def __enter__(self) -> Self:
-        return self  # the bar appears with the first update, so that an error before it is a line of its own
+        return self  # the bar appears with the first update, so that an earlier error has its own line
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,4 +1,4 @@
-"""Figures and tables of the lecture decks, measured again: one file per study, one line in the table."""
+"""Studies, which reproduce figures and tables of the lecture decks: one file and one line in ``STUDIES`` each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios run one after the other, so that what is known when the user breaks off is not lost."""
+"""Runs scenarios one after the other; an interrupt keeps the results so far."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from paceline.virtual.training import SimulatedTraining, TrainingOutcome, Traini
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """What came of scenarios; fewer than were asked for, the last one cut short, if the user broke off."""
+    """The outcomes of scenarios; after an interrupt there are fewer, and the last one may be incomplete."""
 
     done: tuple[tuple[Scenario, TrainingOutcome], ...]  # without a problem, the curves are empty
-    broken_off: str | None  # where, if so
+    interrupted_at: str | None  # None if it was not
 
     @property
     def interrupted(self) -> bool:
-        return self.broken_off is not None
+        return self.interrupted_at is not None
 
 
 def run_cases(
@@ -29,61 +29,61 @@ def run_cases(
     *,
     commits: int | None = None,
     seconds: float | None = None,
-    course: TrainingPlan | None = None,
+    plan: TrainingPlan | None = None,
 ) -> Runs:
-    """Run the scenarios for so many commits, or with a course for so many seconds; Ctrl-C ends with what is known.
+    """Run the scenarios for ``commits``, or with a plan for ``seconds``; Ctrl-C returns the results so far.
 
-    If nothing is known of even the first one, the ``KeyboardInterrupt`` that is raised says how far it was.
+    If there are none, a ``KeyboardInterrupt`` is raised that says how far the first scenario was.
     """
     for case in cases:
-        case.check(has_loss=course is not None)
+        case.check(has_loss=plan is not None)
     done: list[tuple[Scenario, TrainingOutcome]] = []
     with context.interrupts.collected() as stop:
         for number, case in enumerate(cases):
             context.tell(f"{case.policy} x {case.workers}", number, len(cases))
             try:
-                done.append((case, _run(case, commits, seconds, course, stop)))
+                done.append((case, _run(case, commits, seconds, plan, stop)))
             except _CutShort as cut:
                 where = f"interrupted in run {number + 1} of {len(cases)}, {cut}"
-                if cut.known is not None:
-                    done.append((case, cut.known))
+                if cut.outcome is not None:
+                    done.append((case, cut.outcome))
                 if not done:
                     raise KeyboardInterrupt(where) from None
-                return Runs(done=tuple(done), broken_off=where)
+                return Runs(done=tuple(done), interrupted_at=where)
     context.tell("done", len(cases), len(cases))
-    return Runs(done=tuple(done), broken_off=None)
+    return Runs(done=tuple(done), interrupted_at=None)
 
 
 class _CutShort(Exception):
-    """The user broke off; ``known`` is what there was by then."""
+    """The user interrupted a run; ``outcome`` is that of the run so far, None before its first commit."""
 
-    def __init__(self, known: TrainingOutcome | None, now: float) -> None:
+    def __init__(self, outcome: TrainingOutcome | None, now: float) -> None:
         super().__init__(
-            f"at {now:,.6g} virtual seconds, {'before its first commit' if known is None else 'cut short'}"
+            f"at {now:,.6g} virtual seconds, {'before its first commit' if outcome is None else 'cut short'}"
         )
-        self.known = known
+        self.outcome = outcome
 
 
 def _run(
-    case: Scenario, commits: int | None, seconds: float | None, course: TrainingPlan | None, stop: Sequence[object]
+    case: Scenario, commits: int | None, seconds: float | None, plan: TrainingPlan | None, stop: Sequence[object]
 ) -> TrainingOutcome:
     run: _TimesOnly | SimulatedTraining | None = None
     try:
-        if course is None:
+        if plan is None:
             run = _TimesOnly(case, commits)
         else:
             assert seconds is not None
-            run = SimulatedTraining(case, course, seconds=seconds)
+            run = SimulatedTraining(case, plan, seconds=seconds)
         run.finish(stop)
         if not stop:
             return run.outcome()
     except KeyboardInterrupt:
         pass
-    raise _CutShort(None, 0.0) if run is None else _CutShort(_known(run.outcome), run.now)
+    raise _CutShort(None, 0.0) if run is None else _CutShort(_outcome_if_any(run.outcome), run.now)
 
 
 class _TimesOnly:
-    """A scenario without a problem, asked as a lesson is."""
+    """A scenario without a problem, with the interface of ``SimulatedTraining``."""
 
     def __init__(self, case: Scenario, commits: int | None) -> None:
         self._case, self._cluster = case, case.cluster()
@@ -100,8 +100,8 @@ class _TimesOnly:
         return TrainingOutcome(run=summary(self._case, self._cluster), curve=())
 
 
-def _known(ask: Callable[[], TrainingOutcome]) -> TrainingOutcome | None:
+def _outcome_if_any(outcome: Callable[[], TrainingOutcome]) -> TrainingOutcome | None:
     try:
-        return ask()
-    except UsageError:  # not one commit yet
+        return outcome()
+    except UsageError:  # no commit yet
         return None

@@ -29,7 +29,7 @@ WAYS: dict[str, Callable[[Link, float, int], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationStudy(Study):
-    """Compare what a server, a ring and a tree need to sum one message over all workers.
+    """Compare the times in which a server, a ring and a tree sum one message over all workers.
 
     Times are those of a model of the link, not measured; nothing is random, so --seed changes nothing.
     """
@@ -114,12 +114,12 @@ def _bytes(message: str) -> float:
 def _notes(link: Link, workers: int) -> tuple[str, ...]:
     equal = workers * (workers - 2) / (workers - 1) ** 2 * link.latency * link.bandwidth
     return (
-        'After "Parameter Server (PS) vs Ring All-Reduce: Communication Cost" in DS-UA 301, lecture 10. MB are what '
-        "passes the server, 2N(P-1); each worker of a ring sends 2N(P-1)/P, P times less.",
+        'After "Parameter Server (PS) vs Ring All-Reduce: Communication Cost" in DS-UA 301, lecture 10. MB are those '
+        "that pass the server, 2N(P-1); each worker of a ring sends 2N(P-1)/P, P times less.",
         f"Computed for a link of {link} from a latency a and b seconds a byte: server 2a + 2(P-1)Nb, ring 2(P-1)a + "
         "2(P-1)/P Nb, tree 2 ceil(log2 P)(a + Nb). One of the P processes is the server.",
         f"The ring beats the server for messages above P(P-2)/(P-1)^2 a/b, which for {workers} workers is "
-        f"{print_quantity(float(f'{equal:.3g}'), SIZES)}: about what the link carries during its latency.",
-        "Left out: the time to add numbers, computing that hides communication, links shared with others, and a "
-        "server's shards, which divide its bytes by their number.",
+        f"{print_quantity(float(f'{equal:.3g}'), SIZES)}: about the bytes that the link carries during its latency.",
+        "Left out: the time of additions, computation that hides communication, links shared with others, and "
+        "several servers, which divide the bytes by their number.",
     )

@@ -13,7 +13,7 @@ from paceline.studies.study import StudyResult
 
 
 def check_folder(folder: Path) -> None:
-    """Raise, before the work is done, if ``write_result`` could not make or fill the folder after it."""
+    """Raise if ``write_result`` could not make the folder or write to it; call it before measuring."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -25,7 +25,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_result(result: StudyResult, folder: Path) -> None:
-    """Write the three files into ``folder``, each whole or not at all; older ones are replaced."""
+    """Write the three files into ``folder``, each atomically; older ones are replaced."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as aside:
@@ -63,12 +63,12 @@ def as_markdown(result: StudyResult) -> str:
 
 
 def shown_rows(result: StudyResult) -> list[list[str]]:
-    """Write every cell of the table for people."""
+    """All cells of the table as text."""
     return [[column.show(cell) for column, cell in zip(result.columns, row, strict=True)] for row in result.rows]
 
 
 def numeric_columns(result: StudyResult) -> list[bool]:
-    """Tell for every column whether it holds numbers, which are aligned to the right."""
+    """Whether each column holds numbers, which are aligned to the right."""
     return [not any(isinstance(row[existing], str) for row in result.rows) for existing in range(len(result.columns))]
 
 

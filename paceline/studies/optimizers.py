@@ -23,10 +23,10 @@ from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResul
 from paceline.training.threads import one_thread
 from paceline.training.train import evaluate
 
-# The rate of each is the one of a coarse grid (factors of about 3, the best not at its edge) with the lowest
-# loss on 10,000 held-out training images of mnist after 600 steps, one seed, as the geometric mean over the three
-# networks. The arithmetic mean, tried first, is ruled by net1: it differs in sgd (0.3) and momentum (0.03), and the
-# curves of momentum and nesterov would then show a difference of rates rather than of methods.
+# Each rate is the best of a coarse grid (factors of about 3, the best not at its edge): it has the lowest loss on
+# 10,000 held-out training images of mnist after 600 steps, one seed, as the geometric mean over the three networks.
+# The arithmetic mean is dominated by net1. It differs for sgd (0.3) and momentum (0.03), and the curves of momentum
+# and nesterov would then show a difference of rates instead of methods.
 OPTIMIZERS: dict[str, str] = {
     "sgd": "sgd(lr=1.0)",
     "momentum": "sgd(lr=0.1, momentum=0.9)",
@@ -61,7 +61,7 @@ class OptimizersStudy(Study):
     steps: int = option(20_000, "Updates of every run.")
     batch_size: int = option(128, "Examples in a step.")
     evaluate_every: int | None = option(None, "Updates between two evaluations.  [default: a 40th of --steps]")
-    target: float = option(95.0, "Accuracy in percent whose first reaching is in the table.")
+    target: float = option(95.0, "Accuracy in percent; the table has the steps to reach it.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +78,7 @@ class OptimizersStudy(Study):
         problem = load_problem(self.problem, ProblemOptions(data=context.data, seed=context.seed))
         if problem.metric.name != "accuracy":
             raise UsageError(
-                f"study {self.name!r} compares accuracies, and {self.problem!r} is judged by "
+                f"study {self.name!r} compares accuracies, but the metric of {self.problem!r} is "
                 f"{problem.metric.name}; use mnist or digits"
             )
         with one_thread():
@@ -121,7 +121,7 @@ class OptimizersStudy(Study):
         seed: int,
         tell: Callable[[int], None],
     ) -> _Curve:
-        """Train one network with one optimizer; stops early only where the loss is no longer a number."""
+        """Train one network with one optimizer; stop early if the loss is no longer finite."""
         seed_streams(derive_seed(seed, "model"))
         model = make_model()
         curve = _Curve(network, optimizer)
@@ -162,13 +162,13 @@ class OptimizersStudy(Study):
             f"{problem.name}, batch {self.batch_size}, {self.steps:,} steps, one run a line with seed {seed}; an "
             f"accuracy of {self.target:g} % on {num_test:,} test examples has a standard error of {error:.2f}.",
             f"Evaluated every {self._period:,} steps, so steps to the target are rounded up to that. The best "
-            "accuracy is picked on the test data and flatters a little.",
+            "accuracy is chosen on the test data, so it is slightly optimistic.",
             f"Seconds are training alone, in one thread of torch {torch.__version__}.",
         )
 
 
 class _Curve:
-    """How one run went on, as it grows: steps, test accuracy there in percent, and seconds of training."""
+    """The curve of one run: steps, test accuracy in percent, and seconds of training."""
 
     def __init__(self, network: str, optimizer: str) -> None:
         self.network, self.optimizer = network, optimizer
@@ -210,7 +210,7 @@ def _check_names(kind: str, names: tuple[str, ...], known: Collection[str]) -> N
 
 
 def _model_maker(network: str, problem: Problem) -> Callable[[], nn.Module]:
-    """Return what makes the network in the shape of the problem's own inputs and outputs."""
+    """Return the function that makes the network for the problem's inputs and outputs."""
     inputs, _ = problem.train[0]
     with torch.no_grad():
         outputs = problem.make_model().eval()(inputs[None])

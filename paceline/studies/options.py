@@ -1,4 +1,4 @@
-"""The options of a study as options of its command, made from the fields of its dataclass."""
+"""Makes the command-line options of a study from the fields of its dataclass."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def _without_none(hint: Any) -> Any:
 
 
 def _comma_separated(item: type) -> Callable[[Any], tuple[Any, ...]]:
-    """Make the function that reads values with commas between, as in ``net1,net2``, into a tuple.
+    """Make the function that reads values separated by commas, as in ``net1,net2``, into a tuple.
 
-    Commas inside brackets are part of a value: ``sync,ada-sync(k0=2, window=5)`` are two.
+    Commas inside brackets are part of a value: ``sync,ada-sync(k0=2, window=5)`` are two values.
     """
 
     def read(value: Any) -> tuple[Any, ...]:
@@ -56,13 +56,13 @@ def _comma_separated(item: type) -> Callable[[Any], tuple[Any, ...]]:
         try:
             return tuple(item(piece) for piece in pieces if piece)
         except ValueError as error:
-            raise ValueError(f"{value!r} is not {_WORDS[item]},... with commas between.") from error
+            raise ValueError(f"{value!r} is not {_WORDS[item]},... separated by commas.") from error
 
     return read
 
 
 def split_outside_brackets(text: str) -> list[str]:
-    """Split at the commas that are in no brackets.
+    """Split at the commas outside brackets.
 
     >>> split_outside_brackets("sync,ada-sync(k0=2, window=5)")
     ['sync', 'ada-sync(k0=2, window=5)']

@@ -1,4 +1,4 @@
-"""Rows, curves and records of what virtual clusters did, for the tables, plots and JSON of studies."""
+"""Turns the outcomes of simulations into the rows, curves and records of a study."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ TIMES = (
 )
 
 
-def times_row(case: Scenario, learned: TrainingOutcome) -> tuple[Cell, ...]:
+def times_row(case: Scenario, outcome: TrainingOutcome) -> tuple[Cell, ...]:
     """A row of the table ``TIMES``."""
-    run = learned.run
+    run = outcome.run
     moved = run.bytes_in + run.bytes_out
     return (
         run.policy,
@@ -79,20 +79,20 @@ def staleness_formula(case: Scenario) -> float | None:
 
 
 def finite(number: float) -> float | None:
-    """The number, or None where JSON has no word for it."""
+    """The number, or None if it is not finite, which JSON cannot hold."""
     return number if math.isfinite(number) else None
 
 
-def record_of(learned: TrainingOutcome) -> dict[str, Any]:
-    """Everything that was measured, fit for JSON."""
-    points = [dataclasses.asdict(point) for point in learned.curve]
+def record_of(outcome: TrainingOutcome) -> dict[str, Any]:
+    """All measurements as a dict that fits JSON."""
+    points = [dataclasses.asdict(point) for point in outcome.curve]
     curve = [{name: finite(value) for name, value in point.items()} for point in points]
-    return {**as_record(learned.run), "curve": curve}
+    return {**as_record(outcome.run), "curve": curve}
 
 
-def curve_series(case: Scenario, learned: TrainingOutcome) -> Series:
-    """Test loss against virtual time; where it is no number any more the curve ends."""
-    good = [point for point in learned.curve if math.isfinite(point.loss)]
+def curve_series(case: Scenario, outcome: TrainingOutcome) -> Series:
+    """Test loss against virtual time, without points whose loss is not finite."""
+    good = [point for point in outcome.curve if math.isfinite(point.loss)]
     panel = f"{case.workers} workers, {case.delay}"
     return Series(
         label=str(case.policy),
@@ -102,9 +102,9 @@ def curve_series(case: Scenario, learned: TrainingOutcome) -> Series:
     )
 
 
-def staleness_series(case: Scenario, learned: TrainingOutcome) -> Series:
-    """How many of the pushes were how stale; where that varies much, the mean of neighbours."""
-    histogram, pushes = learned.run.staleness_histogram, learned.run.pushes
+def staleness_series(case: Scenario, outcome: TrainingOutcome) -> Series:
+    """The histogram of staleness over pushes; if it is wide, averaged over neighbouring values."""
+    histogram, pushes = outcome.run.staleness_histogram, outcome.run.pushes
     width = 1 + max(histogram) // _STALENESS_BINS
     bins: Counter[int] = Counter()
     for staleness, count in histogram.items():
@@ -118,7 +118,7 @@ def staleness_series(case: Scenario, learned: TrainingOutcome) -> Series:
 
 
 def series_over_workers(points: Sequence[tuple[Scenario, float | None]]) -> tuple[Series, ...]:
-    """A curve for every delay (its panel) and policy, over the number of workers."""
+    """One curve per delay (its panel) and policy, over the number of workers."""
     groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for case, value in sorted(points, key=lambda point: point[0].workers):
         if value is not None:

@@ -1,4 +1,4 @@
-"""Policies x workers x delays on the virtual cluster: what ``paceline simulate`` runs."""
+"""The study of ``paceline simulate``: policies x workers x delays on the virtual cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OF_A_PROBLEM = ("model", "optimizer", "batch_size", "seconds", "target")
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation(Study):
-    """Try policies on a virtual cluster, of any size; with a problem, with real gradients on a virtual clock."""
+    """Try policies on a virtual cluster of any size; with a problem, train it with real gradients."""
 
     name: ClassVar[str] = "simulate"
     title: ClassVar[str] = "Policies on a virtual cluster"
@@ -53,14 +53,14 @@ class Simulation(Study):
     topology: str = option("ring", "Of all-reduce: ring, tree or two-level.")
     hosts: int = option(1, "Of a two-level topology; link is then between hosts.")
     inside: str = option("instant", "Link inside the hosts.")
-    notice: float = option(10.0, "Seconds after which a failed worker is found out.")
+    notice: float = option(10.0, "Seconds until a failed worker is noticed.")
     problem: str | None = option(None, "Train this with real gradients.")
     model: str | None = option(None, "Another model than the problem's own.")
     optimizer: str | None = option(None, "Of the server.  [default: the problem's]")
     batch_size: int | None = option(None, "Of each worker.  [default: the problem's]")
-    seconds: float | None = option(None, f"Virtual ones, of every run with a problem.  [default: {SECONDS:g}]")
+    seconds: float | None = option(None, f"Virtual seconds of every run with a problem.  [default: {SECONDS:g}]")
     points: int = option(40, "Evaluations in that time.")
-    target: float | None = option(None, "Of the problem's metric: when is it reached?")
+    target: float | None = option(None, "Value of the problem's metric; the table has the time to reach it.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,24 +76,24 @@ class Simulation(Study):
         for name in OF_A_PROBLEM:
             if self.problem is None and getattr(self, name) is not None:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is of runs with a problem: name the problem too, as in --problem "
-                    "digits (runs without one are as long as --commits says)"
+                    f"--{name.replace('_', '-')} is for runs with a problem: name the problem too, as in --problem "
+                    "digits (--commits is the length of runs without one)"
                 )
         if self.problem is not None and self.commits is not None:
             raise UsageError(
-                "--commits is of runs without a problem; those with one last for --seconds of virtual time"
+                "--commits is for runs without a problem; those with one last for --seconds of virtual time"
             )
         if self.depth == "formula" and self.problem is not None:
-            raise UsageError("formulas know no problem: leave out --depth formula or --problem")
+            raise UsageError("--depth formula does not train a problem: leave out --depth formula or --problem")
 
     def run(self, context: StudyContext) -> StudyResult:
         cases = self._cases(context)
         if self.depth == "formula":
             return self._formulas(cases, context)
         with one_thread():
-            problem, course = self._course(context)
+            problem, plan = self._plan(context)
             runs = run_cases(
-                cases, context, commits=self.commits or COMMITS, seconds=self.seconds or SECONDS, course=course
+                cases, context, commits=self.commits or COMMITS, seconds=self.seconds or SECONDS, plan=plan
             )
         return self._result(runs, problem, context)
 
@@ -110,7 +110,7 @@ class Simulation(Study):
             for policy in self.policies
         ]
 
-    def _course(self, context: StudyContext) -> tuple[Problem | None, TrainingPlan | None]:
+    def _plan(self, context: StudyContext) -> tuple[Problem | None, TrainingPlan | None]:
         if self.problem is None:
             return None, None
         options = ProblemOptions(data=context.data, model=self.model, seed=context.seed)
@@ -139,15 +139,15 @@ class Simulation(Study):
             x_axis=Axis(label="workers", scale="log"),
             y_axis=Axis(label="seconds per commit", scale="log"),
             series=series_over_workers(found),
-            notes=("Closed forms (Dutta et al., 2018); messages take no time. A - stands where none is known.",),
+            notes=("Closed forms (Dutta et al., 2018); messages take no time. A - means that none is known.",),
         )
 
     def _result(self, runs: Runs, problem: Problem | None, context: StudyContext) -> StudyResult:
-        columns, rows = list(TIMES), [times_row(case, learned) for case, learned in runs.done]
+        columns, rows = list(TIMES), [times_row(case, outcome) for case, outcome in runs.done]
         if problem is not None:
             columns += [Column(name="loss", decimals=4), Column(name=problem.metric.name, decimals=4)]
             columns += [] if self.target is None else [Column(name=f"s to {self.target:g}", decimals=1)]
-            rows = [(*row, *self._learned(problem, run)) for row, (_, run) in zip(rows, runs.done, strict=True)]
+            rows = [(*row, *self._training_cells(problem, run)) for row, (_, run) in zip(rows, runs.done, strict=True)]
         x_axis, y_axis, series = self._plot(runs, problem)
         return StudyResult(
             study=self,
@@ -158,27 +158,27 @@ class Simulation(Study):
             y_axis=y_axis,
             series=series,
             notes=self._notes(problem),
-            records=tuple(record_of(learned) for _, learned in runs.done),
+            records=tuple(record_of(outcome) for _, outcome in runs.done),
             missing=self._missing(runs, problem),
             interrupted=runs.interrupted,
         )
 
-    def _learned(self, problem: Problem, learned: TrainingOutcome) -> tuple[Cell, ...]:
-        last = learned.curve[-1] if learned.curve else None
+    def _training_cells(self, problem: Problem, outcome: TrainingOutcome) -> tuple[Cell, ...]:
+        last = outcome.curve[-1] if outcome.curve else None
         shown = (None, None) if last is None else (finite(last.loss), finite(last.value))
-        return shown if self.target is None else (*shown, learned.time_to(problem, self.target))
+        return shown if self.target is None else (*shown, outcome.time_to(problem, self.target))
 
     def _missing(self, runs: Runs, problem: Problem | None) -> str | None:
         if runs.interrupted:
-            return runs.broken_off
+            return runs.interrupted_at
         if self.target is None or problem is None:
             return None
-        late = [str(case.policy) for case, learned in runs.done if learned.time_to(problem, self.target) is None]
+        late = [str(case.policy) for case, outcome in runs.done if outcome.time_to(problem, self.target) is None]
         if not late:
             return None
         return (
             f"{problem.metric.name} {self.target:g} was not reached by {', '.join(late)} within "
-            f"{self.seconds or SECONDS:g} virtual seconds; give more with --seconds, or a nearer --target"
+            f"{self.seconds or SECONDS:g} virtual seconds; give more with --seconds, or an easier --target"
         )
 
     def _plot(self, runs: Runs, problem: Problem | None) -> tuple[Axis, Axis, tuple[Series, ...]]:
@@ -186,32 +186,32 @@ class Simulation(Study):
             return (
                 Axis(label="virtual seconds"),
                 Axis(label="test loss", scale="log"),
-                tuple(curve_series(case, learned) for case, learned in runs.done if learned.curve),
+                tuple(curve_series(case, outcome) for case, outcome in runs.done if outcome.curve),
             )
         if len(self.workers) > 1:
-            throughput = [(case, finite(learned.run.throughput)) for case, learned in runs.done]
+            throughput = [(case, finite(outcome.run.throughput)) for case, outcome in runs.done]
             axes = Axis(label="workers", scale="log"), Axis(label="examples per second", scale="log")
             return (*axes, series_over_workers(throughput))
         return (
             Axis(label="staleness in commits"),
             Axis(label="share of pushes", scale="log"),
-            tuple(staleness_series(case, learned) for case, learned in runs.done),
+            tuple(staleness_series(case, outcome) for case, outcome in runs.done),
         )
 
     def _notes(self, problem: Problem | None) -> tuple[str, ...]:
         notes = [
-            "Seconds are those of the virtual clock: compute times as drawn, and messages as the link's model has "
-            "them. Scaling efficiency is the time of an iteration on one worker over the time per commit on all "
-            "(DS-UA 301, lecture 10); it can be above 100 where a commit has fewer pushes than there are workers, and "
-            "under strong scaling. Parallel efficiency is throughput over that of as many workers who compute alone "
-            "and never wait. Stale are commits between read and use, on average. Waits and wasted (cancelled, or too "
-            "late) are shares of the workers' time.",
+            "Seconds are those of the virtual clock: drawn compute times, and messages by the link's model. "
+            "Scaling efficiency is the time of an iteration on one worker over the time per commit on all "
+            "(DS-UA 301, lecture 10); it can be above 100 if a commit has fewer pushes than there are workers, and "
+            "under strong scaling. Parallel efficiency is throughput over that of as many workers that never wait. "
+            "Stale is the mean number of commits between read and use. Waits and wasted (cancelled, or too late) "
+            "are shares of the workers' time.",
             "The formula is the closed form of the time per commit without messages, where one is known; +- is the "
             "standard error of the mean as if commits were independent.",
         ]
         if problem is not None:
             notes.append(
-                f"{problem.name} with real gradients, each on the parameters that its worker had; one process, the "
-                "same bits for the same seed."
+                f"{problem.name} with real gradients, each of its worker's own parameters; one process, the same "
+                "bits for the same seed."
             )
         return tuple(notes)

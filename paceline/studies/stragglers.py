@@ -19,10 +19,10 @@ from paceline.virtual.training import TrainingOutcome
 
 @dataclass(frozen=True, kw_only=True)
 class StragglersStudy(Study):
-    """Wait for the slowest of n workers, for all but a few, and for the fastest, and see what each costs.
+    """Measure the cost of waiting for the slowest of n workers, for all but a few, and for the fastest.
 
-    Every number is measured by the policy itself on the virtual cluster: sync waits for all, k-sync with k = 1 for the
-    fastest, and k-sync with a few backup workers leaves the slowest of them out.
+    The policies run on the virtual cluster: sync waits for all, k-sync with k = 1 for the fastest, and k-sync with a
+    few backup workers for all but the slowest.
     """
 
     name: ClassVar[str] = "stragglers"
@@ -56,7 +56,7 @@ class StragglersStudy(Study):
             runs = run_cases(cases, context, commits=self.iterations)
         measured = self._by_number(runs)
         if not measured:
-            raise KeyboardInterrupt(runs.broken_off)
+            raise KeyboardInterrupt(runs.interrupted_at)
         rows = tuple(self._row(workers, *found) for workers, found in measured.items())
         return StudyResult(
             study=self,
@@ -80,7 +80,7 @@ class StragglersStudy(Study):
             y_axis=Axis(label="time of a round"),
             series=self._series(measured),
             notes=self._notes(),
-            records=tuple(record_of(learned) for _, learned in runs.done),
+            records=tuple(record_of(outcome) for _, outcome in runs.done),
             missing="interrupted: the larger numbers of workers are missing" if runs.interrupted else None,
             interrupted=runs.interrupted,
         )
@@ -89,8 +89,8 @@ class StragglersStudy(Study):
         return max(1, round(workers * self.backup / 100))
 
     def _by_number(self, runs: Runs) -> dict[int, tuple[TrainingOutcome, TrainingOutcome, TrainingOutcome]]:
-        """The three runs of every number of workers for which there are three."""
-        done = [learned for _, learned in runs.done]
+        """The three runs for each number of workers, if all three were made."""
+        done = [outcome for _, outcome in runs.done]
         whole = [tuple(done[index : index + 3]) for index in range(0, len(done) - 2, 3)]
         return {trio[0].run.workers: (trio[0], trio[1], trio[2]) for trio in whole}
 

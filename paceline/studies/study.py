@@ -1,4 +1,4 @@
-"""What every study is: a frozen value whose fields are its options, and which runs to a table and a plot."""
+"""The base of every study: a frozen value whose fields are its options, and whose result is a table and a plot."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paceline.report.series import Axis, Series
 from paceline.spec import check_types, to_spec
 
 Tell: TypeAlias = Callable[[str, int, int], None]
-"""Called with what is being done, and how much of how much is done."""
+"""Called with a text, the amount done and the total."""
 
 Cell: TypeAlias = str | int | float | None
-"""A value of the table; None stands for a thing that did not happen."""
+"""A value of the table; None if there is none."""
 
 
 def option(default: Any, help: str) -> Any:
@@ -26,7 +26,7 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyContext:
-    """What a study is given beside its options."""
+    """Arguments of a study that are not its options."""
 
     data: Path | None = None  # where the data sets lie
     seed: int = 0
@@ -36,7 +36,7 @@ class StudyContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Study(ABC):
-    """A measurement to make again; a subclass is a frozen dataclass and one line in ``STUDIES``.
+    """A reproducible measurement; a subclass is a frozen dataclass and one line in ``STUDIES``.
 
     Its fields are declared with ``option(default, help)`` and may be int, float, str, bool, a tuple of one of
     these, or None where that means "decide yourself".
@@ -54,7 +54,7 @@ class Study(ABC):
 
     @abstractmethod
     def run(self, context: StudyContext) -> StudyResult:
-        """Measure. A mistake in the options is a ``UsageError`` before the first measurement, not after it."""
+        """Measure; wrong options raise a ``UsageError`` before the first measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Column:
     decimals: int = 2
 
     def show(self, cell: Cell) -> str:
-        """Write a cell of this column for people."""
+        """A cell of this column as text."""
         if cell is None:
             return "-"
         return f"{cell:,.{self.decimals}f}" if isinstance(cell, float) else str(cell)
@@ -83,12 +83,12 @@ class StudyResult:
     y_axis: Axis
     series: tuple[Series, ...]
     notes: tuple[str, ...] = ()
-    records: tuple[dict[str, Any], ...] = ()  # more than fits into the table, for machines; fit for JSON
-    missing: str | None = None  # what the result falls short of, such as a target that was not reached
-    interrupted: bool = False  # it is what was known when the user broke off
+    records: tuple[dict[str, Any], ...] = ()  # all measurements, for result.json
+    missing: str | None = None  # what is missing, such as a target that was not reached
+    interrupted: bool = False  # by the user, so the result may be incomplete
 
     def as_dict(self) -> dict[str, Any]:
-        """Give everything as lists, dicts and plain values, fit for JSON."""
+        """Everything as lists, dicts and plain values that fit JSON."""
         values = asdict(self)
         del values["study"]
         return {

@@ -1,4 +1,4 @@
-"""What ``paceline study`` shows to a person in the end: the table."""
+"""Prints the table of ``paceline study``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def print_table(result: StudyResult) -> None:
     for row in rows:
         table.add_row(*row)
     console = Console(highlight=False, markup=False)
-    # Numbers cut short would be wrong numbers: a table that does not fit is printed as wide as it has to be.
+    # A table wider than the terminal is printed in full width: numbers must not be cut.
     Console(width=max(console.width, needed), highlight=False, markup=False).print(table)
     for note in result.notes:
         console.print(f"- {note}")

@@ -23,8 +23,8 @@ from paceline.virtual.training import Point, TrainingOutcome, TrainingPlan
 class TradeOffStudy(Study):
     """Train one network under several policies at one learning rate, with real gradients on a virtual clock.
 
-    Every policy starts from the same parameters. Async falls first and stays on the highest floor, sync falls last and
-    comes to the lowest, and those that wait for k lie between; the last note says whether it came out like that.
+    Every policy starts from the same parameters. The loss of async should fall first and end highest, that of sync
+    fall last and end lowest, and policies that wait for k lie between. The last note says whether the order holds.
     """
 
     name: ClassVar[str] = "trade-off"
@@ -55,7 +55,7 @@ class TradeOffStudy(Study):
 
     def run(self, context: StudyContext) -> StudyResult:
         options = ProblemOptions(data=context.data, model=self.model, seed=context.seed)
-        course = TrainingPlan(
+        plan = TrainingPlan(
             problem=load_problem(self.problem, options),
             optimizer=f"sgd(lr={self.rate!r}, weight_decay={self.weight_decay!r})",
             batch_size=self.batch_size,
@@ -67,8 +67,8 @@ class TradeOffStudy(Study):
             for policy in self.policies
         ]
         with one_thread():
-            runs = run_cases(cases, context, seconds=self.seconds, course=course)
-        falls = [fall_of(learned) for _, learned in runs.done]
+            runs = run_cases(cases, context, seconds=self.seconds, plan=plan)
+        falls = [fall_of(outcome) for _, outcome in runs.done]
         return StudyResult(
             study=self,
             seed=context.seed,
@@ -80,14 +80,14 @@ class TradeOffStudy(Study):
                 Column(name="s to half the loss", decimals=1),
                 Column(name="loss, fifth before", decimals=4),
                 Column(name="loss, last fifth", decimals=4),
-                Column(name=f"{course.problem.metric.name}, last fifth", decimals=4),
+                Column(name=f"{plan.problem.metric.name}, last fifth", decimals=4),
             ),
-            rows=tuple(_row(learned, fall) for (_, learned), fall in zip(runs.done, falls, strict=True)),
+            rows=tuple(_row(outcome, fall) for (_, outcome), fall in zip(runs.done, falls, strict=True)),
             x_axis=Axis(label="virtual seconds", scale="log"),
             y_axis=Axis(label="test loss", scale="log"),
-            series=tuple(curve_series(case, learned) for case, learned in runs.done if learned.curve),
+            series=tuple(curve_series(case, outcome) for case, outcome in runs.done if outcome.curve),
             notes=(*self._notes(), *([] if runs.interrupted else order_of(falls))),
-            records=tuple(record_of(learned) for _, learned in runs.done),
+            records=tuple(record_of(outcome) for _, outcome in runs.done),
             missing=f"interrupted in run {len(runs.done)} of {len(cases)}" if runs.interrupted else None,
             interrupted=runs.interrupted,
         )
@@ -96,27 +96,27 @@ class TradeOffStudy(Study):
         return (
             'After "Error-Runtime Tradeoff in SGD Variants" in DS-UA 301, lecture 10 (Dutta et al., 2018).',
             f"{self.problem}, {self.model}, plain SGD with rate {self.rate:g} and weight decay {self.weight_decay:g}, "
-            f"{self.workers} workers with batches of {self.batch_size}, compute times {self.delay}, messages for "
-            "nothing, one run a line.",
-            "Losses are on the test data, without the decay's own term. Half the loss is half of that at the start. "
-            "The floor is the mean over the last fifth of the time; the fifth before tells whether it was reached.",
+            f"{self.workers} workers with batches of {self.batch_size}, compute times {self.delay}, messages "
+            "free, one run a line.",
+            "Losses are on the test data, without the weight decay's term. Half the loss is half of that at the start. "
+            "The floor is the mean over the last fifth of the time; the fifth before shows whether it was reached.",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fall:
-    """When a policy's loss had halved, and how low it came; None where it never did, or was no number."""
+    """The time at which a policy's loss was halved, and its final level; None if never, or not finite."""
 
     policy: str
     halved: float | None = None  # virtual seconds
     before: float | None = None  # mean loss over the fifth of the time before the last
     floor: float | None = None  # mean loss over the last fifth
-    value: float | None = None  # of the problem's metric there
+    value: float | None = None  # of the problem's metric, over the last fifth
 
 
-def fall_of(learned: TrainingOutcome) -> Fall:
-    """Read off a curve when it was halfway down, and where it ended."""
-    policy, curve = learned.run.policy, learned.curve
+def fall_of(outcome: TrainingOutcome) -> Fall:
+    """Read from a curve the time at which the loss was halved, and its final level."""
+    policy, curve = outcome.run.policy, outcome.curve
     if not curve:
         return Fall(policy=policy)
     end = curve[-1].seconds
@@ -132,29 +132,29 @@ def fall_of(learned: TrainingOutcome) -> Fall:
 
 
 def order_of(falls: Sequence[Fall]) -> list[str]:
-    """Say whether async is first and highest, and sync last and lowest; nothing if either of them was not run."""
+    """Say whether async is first and highest, and sync last and lowest; empty if one of them was not run."""
     named = {fall.policy: fall for fall in falls}
     if not {"sync", "async"} <= named.keys():
         return []
     fallen = [fall.policy for fall in falls if fall.halved is None or fall.floor is None]
     if fallen:
-        return [f"Whether the order holds cannot be told: {', '.join(fallen)} did not come down to half the loss."]
+        return [f"Whether the order holds is unknown: {', '.join(fallen)} did not reach half the loss."]
     by_time = sorted(named, key=lambda policy: named[policy].halved or 0.0)
     by_floor = sorted(named, key=lambda policy: -(named[policy].floor or 0.0))
     holds = all(order[0] == "async" and order[-1] == "sync" for order in (by_time, by_floor))
     return [
-        f"The order {'holds' if holds else 'does not hold'}, which is async first and highest, sync last and lowest. "
+        f"The order {'holds' if holds else 'does not hold'} (async first and highest, sync last and lowest). "
         f"To half the loss: {', '.join(by_time)}. Floors from the highest: {', '.join(by_floor)}."
     ]
 
 
-def _row(learned: TrainingOutcome, fall: Fall) -> tuple[Cell, ...]:
-    run = learned.run
+def _row(outcome: TrainingOutcome, fall: Fall) -> tuple[Cell, ...]:
+    run = outcome.run
     return run.policy, run.commits, run.iteration, run.staleness, fall.halved, fall.before, fall.floor, fall.value
 
 
 def _time_to(curve: Sequence[Point], loss: float) -> float | None:
-    """When the curve first comes down to the loss, on a straight line between its points."""
+    """The time at which the curve first reaches the loss, interpolated linearly between its points."""
     for above, below in itertools.pairwise(curve):
         if below.loss <= loss < above.loss:
             share = (above.loss - loss) / (above.loss - below.loss)

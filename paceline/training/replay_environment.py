@@ -1,4 +1,4 @@
-"""What the numbers of a run depend on beside its trace: its options, and the machine that it ran on."""
+"""Checks what a replay needs beside the trace: the run's options, and a machine that gives the same bits."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def open_trace(run: Path) -> tuple[Trace, dict[str, Any]]:
         config = None
     if not isinstance(config, dict):
         raise UsageError(
-            f"{run} is no run: replay wants the directory of one, in which config.json lies, such as runs/digits-1"
+            f"{run} is not a run: replay wants the directory of one, with its config.json, such as runs/digits-1"
         )
     if not (run / "trace.bin").exists():
         raise UsageError(
-            f"{run} has no trace.bin: only runs with a parameter server record one, and this one's policy was "
+            f"{run} has no trace.bin: only runs with a parameter server record one, but this one's policy was "
             f"{config.get('policy')}; record one with: paceline train --workers 2 --policy async"
         )
     return Trace(run / "trace.bin"), config
 
 
 def train_config(run: Path, config: Mapping[str, Any]) -> TrainConfig:
-    """The options of a run that ``paceline train`` made."""
+    """The options of a run of ``paceline train``."""
     known = {field.name for field in fields(TrainConfig)}
     try:
         options = config["train"]
@@ -54,9 +54,9 @@ def train_config(run: Path, config: Mapping[str, Any]) -> TrainConfig:
 
 
 def doubts(about: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """What is not as it was when the run was recorded, so that bits may differ."""
+    """The differences from the recorded run because of which bits may differ."""
     found = [
-        f"{what} is {here} here, and was {about.get(key)} in the run"
+        f"{what} is {here} here, but was {about.get(key)} in the run"
         for key, what, here in (
             ("paceline", "Paceline", __version__),
             ("torch", "torch", torch.__version__),
@@ -66,19 +66,19 @@ def doubts(about: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     ]
     if about.get("policy") != config.get("policy"):
         found.append(
-            f"the trace is of a run under {about.get('policy')}, and config.json of one under {config.get('policy')}"
+            f"the trace is of a run under {about.get('policy')}, but config.json of one under {config.get('policy')}"
         )
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if about["threads"] > usable:
-        found.append(f"the run had {about['threads']} threads a worker, and there are {usable} cores here")
+        found.append(f"the run had {about['threads']} threads a worker, but there are {usable} cores here")
     changed = _changed_options(about, config)
     if changed:
-        found.append(f"the run was gone on with under other options ({', '.join(changed)}), and not all of them count")
+        found.append(f"the run was resumed with other options ({', '.join(changed)}); the replay uses the last ones")
     return found
 
 
 def _changed_options(about: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """The options by which a resumed run differs from how it began, if they can change its numbers."""
+    """The options that were changed when the run was resumed, if they can change its numbers."""
     *_, text = about.get("command") or [""]
     try:
         first = asdict(TrainConfig.from_dict(json.loads(text)))
@@ -99,7 +99,7 @@ def _differing(first: Mapping[str, Any], last: Mapping[str, Any], without_effect
 
 @contextlib.contextmanager
 def as_recorded(about: Mapping[str, Any]) -> Iterator[None]:
-    """Have the number of threads and the directory that the run had; if that is gone, stay in this one."""
+    """Set the run's number of threads and, if it still exists, its working directory, inside the block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(about["threads"])
     directory = Path(about.get("directory", "."))

@@ -1,8 +1,7 @@
-"""Replay a run of ``paceline train`` in one process: no workers, no sockets, no policy, and the same bits.
+"""Replays a run of ``paceline train`` in one process: no workers, no sockets, no policy, and the same bits.
 
-A gradient depends on nothing but the parameters of the version that it was computed from, its batch, and the seed of
-its step. While the parameters are at a version, all pushes that were computed from it are computed, and kept until the
-commit that they were part of.
+A gradient depends only on the parameters of its version, its batch and the seed of its step. While the parameters are
+at a version, the replay computes all pushes of that version, and keeps each until its commit.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from paceline.store.parameter_store import ParameterStore
 from paceline.store.pending import PushKey, Share
 from paceline.train_state import TrainState
 from paceline.training.replay_worker import ComputedPush, ReplayWorker
-from paceline.training.train import TrainConfig, build_scheduler, make_model, served_pace, training_sampler
+from paceline.training.train import TrainConfig, build_scheduler, make_model, server_pace, training_sampler
 
 
 class ReplayError(PacelineError):
-    """A run cannot be replayed here: something that its numbers depend on is not what it was."""
+    """A run cannot be replayed here, since something that its numbers depend on has changed."""
 
 
 class ProblemReplay:
-    """The server's side of a replay; ``train_state`` and ``version`` are as the last commit left them."""
+    """The server's side of a replay; ``train_state`` and ``version`` are those after the last commit."""
 
     def __init__(self, config: TrainConfig, problem: Problem, plan: Plan, *, seed: int, workers: int) -> None:
         if plan.first:
             raise ReplayError(
-                f"the trace begins at version {plan.first}, from a checkpoint that was made without one; only a run "
-                "that is recorded from its first step can be replayed"
+                f"the trace begins at version {plan.first}, from a checkpoint of an untraced run; only a run that is "
+                "recorded from its first step can be replayed"
             )
         self.problem = problem
         self.version: int = plan.first
@@ -60,16 +59,16 @@ class ProblemReplay:
         self._worker = ReplayWorker(config, problem, batches)
         self._computed_from = plan.computed_from()
         self._waiting: dict[Pushed, ComputedPush] = {}  # for their commits
-        self._rooms: list[Arena] = []  # to be used again
+        self._free: list[Arena] = []  # memory to be used again
         self._pushes: int = 0
         self._hashes: int = 0
 
     def run(self, until: int | None = None, tell: Tell = lambda done, total: None) -> Replayed:
-        """Make the commits up to version ``until``, or all, unless bits differ before."""
+        """Replay the commits up to version ``until``, or all; stop at the first difference."""
         plan = self._plan
         last = plan.last if until is None else until
         if not plan.first <= last <= plan.last:
-            raise UsageError(f"the run has the versions {plan.first} to {plan.last}, and no version {last}")
+            raise UsageError(f"the run has the versions {plan.first} to {plan.last}, but no version {last}")
         difference = None
         try:
             self._compare_hashes()
@@ -91,7 +90,7 @@ class ProblemReplay:
         )
 
     def last_pushes(self) -> list[ReplayedPush]:
-        """What the last commit was made of."""
+        """The pushes of the last commit."""
         return [
             ReplayedPush(told.rank, told.step, told.version, push.loss, self._gradients(push))
             for push in self._committed
@@ -104,28 +103,28 @@ class ProblemReplay:
         return {name: view.clone() for index, (name, view) in enumerate(named) if used >> index & 1}
 
     def _compute_pushes(self) -> None:
-        """Compute and compare all pushes from the parameters as they are."""
+        """Compute and compare all pushes of the present version."""
         for recorded in self._computed_from.pop(self.version, ()):
-            room = self._rooms.pop() if self._rooms else self._new_room()
-            push = self._worker.compute(recorded, self._parameters, room)
+            arena = self._free.pop() if self._free else self._new_arena()
+            push = self._worker.compute(recorded, self._parameters, arena)
             self._compare(push)
             self._waiting[recorded.told] = push
             self._pushes += 1
 
-    def _new_room(self) -> Arena:
+    def _new_arena(self) -> Arena:
         return Arena(self._layouts.up, torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8))
 
     def _compare(self, push: ComputedPush) -> None:
-        told = push.recorded.told
+        recorded = push.recorded.told
         checksum = push.filled.checksum
-        if not same_bits(push.loss, told.loss) or checksum != told.checksum:
+        if not same_bits(push.loss, recorded.loss) or checksum != recorded.checksum:
             raise Differs(
                 f"{push.recorded}: loss {push.loss!r} and gradients with the checksum {checksum:016x}, where the run "
-                f"had {told.loss!r} and {told.checksum:016x}"
+                f"had {recorded.loss!r} and {recorded.checksum:016x}"
             )
 
     def _commit(self, commit: RecordedCommit) -> None:
-        self._rooms += [push.gradients for push in self._committed]
+        self._free += [push.gradients for push in self._committed]
         self._committed = [self._waiting.pop(push.told) for push in commit.pushes]
         keys = [PushKey(push.recorded.told.rank, push.recorded.told.step) for push in self._committed]
         for key, push in zip(keys, self._committed, strict=True):
@@ -151,7 +150,7 @@ def _make_train_state(config: TrainConfig, problem: Problem, workers: int) -> Tr
     assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
     model = make_model(config, problem)
     optimizer = make_optimizer(config.optimizer or problem.recipe.optimizer, model.parameters())
-    scheduler = build_scheduler(config, problem, optimizer, served_pace(config, problem, policy, workers))
+    scheduler = build_scheduler(config, problem, optimizer, server_pace(config, problem, policy, workers))
     return TrainState(
         model=model,
         optimizers=[optimizer],
@@ -161,19 +160,19 @@ def _make_train_state(config: TrainConfig, problem: Problem, workers: int) -> Tr
 
 
 def _check_data(plan: Plan, batches: NumberedBatches) -> None:
-    """Raise if the data is not what the run had, as far as a few numbers and its first batch tell."""
+    """Raise if the data differs from the run's in its size or first batch."""
     sampler = batches.sampler
     checksum: int | None = None
     for told in plan.data:
         if (told.num_samples, told.batch_size) != (sampler.num_samples, sampler.batch_size):
             raise ReplayError(
                 f"the data is not that of the run: it had {told.num_samples} samples in batches of {told.batch_size}, "
-                f"and there are {sampler.num_samples} in batches of {sampler.batch_size} here"
+                f"but there are {sampler.num_samples} in batches of {sampler.batch_size} here"
             )
         if told.checksum and checksum is None:
             checksum = checksum_of(batches.fetch(0, 0))
         if told.checksum not in (0, checksum):
             raise ReplayError(
-                f"the data is not that of the run: its first batch had the checksum {told.checksum:08x}, and has "
-                f"{checksum:08x} here; put the files back that it was made with, and the same order of samples"
+                f"the data is not that of the run: its first batch had the checksum {told.checksum:08x}, but has "
+                f"{checksum:08x} here; restore the run's files, and the same order of samples"
             )

@@ -1,4 +1,4 @@
-"""The worker of a replay: the gradients of any push again, by what a real worker does."""
+"""The worker of a replay: computes the gradients of any push as a real worker does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.training.train import TrainConfig, loss_of, make_model
 
 @dataclass(frozen=True)
 class ComputedPush:
-    """A push as a worker sends it."""
+    """A computed push, with the contents that a worker would send."""
 
     recorded: RecordedPush
     loss: float
@@ -27,17 +27,17 @@ class ComputedPush:
 
 
 class ReplayWorker:
-    """All workers of a run, one after the other, on one model."""
+    """Computes the pushes of all workers of a run, one after the other, on one model."""
 
     def __init__(self, config: TrainConfig, problem: Problem, batches: NumberedBatches) -> None:
         self._config, self._problem, self._batches = config, problem, batches
         self._model = make_model(config, problem)
         self._layouts = ModelLayouts(self._model)
         self._device = next(self._model.parameters()).device
-        self._buffers: dict[int, list[Tensor]] = {}  # by rank, as its last step left them
+        self._buffers: dict[int, list[Tensor]] = {}  # by rank, after its last step
 
-    def compute(self, push: RecordedPush, parameters: list[Tensor], room: Arena) -> ComputedPush:
-        """Compute a push from the server's ``parameters`` and buffers into ``room``."""
+    def compute(self, push: RecordedPush, parameters: list[Tensor], arena: Arena) -> ComputedPush:
+        """Compute a push from the server's ``parameters`` and buffers into ``arena``."""
         read_parameters(self._layouts, parameters)
         rank = push.told.rank
         if not push.fresh:
@@ -49,7 +49,7 @@ class ReplayWorker:
             seed_streams(derive_seed(self._batches.sampler.seed, rank, "step", push.told.step, block))
             loss = self._add_gradients(data)
         self._buffers[rank] = [buffer.detach().clone() for buffer in self._layouts.buffers]
-        return ComputedPush(push, loss, room, fill_push(self._layouts, room))
+        return ComputedPush(push, loss, arena, fill_push(self._layouts, arena))
 
     def _add_gradients(self, data: list[Tensor]) -> float:
         inputs, targets = (tensor.to(self._device) for tensor in data)

@@ -1,4 +1,4 @@
-"""How many threads torch computes with: one where the steps of a built-in problem are too small to share."""
+"""Chooses torch's number of threads: one if the steps of a built-in problem are too small for several."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from paceline.problems import PROBLEMS, Problem
 
-# On two idle cores two threads were hardly faster than one for steps of 61 and 86 million (net2, digits), and faster
-# from 208 million on (net3). Beside other work they were slower for all three. See benchmarks/threads.py.
+# On two idle cores two threads were hardly faster than one for steps of 61 and 86 million operations (net2, digits),
+# and faster from 208 million on (net3). On busy cores they were slower for all three. See benchmarks/threads.py.
 _WORTH_SHARING = 150e6  # operations of a step, as step_operations counts them
 _ASKED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -20,8 +20,8 @@ _ASKED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 def wants_one_thread(name: str, problem: Problem, batch_size: int, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether workers that train the problem of this name on batches of this size should have one thread each.
 
-    The answer depends on the problem and the batch size alone, so a resumed run gets the same one: bits depend on it.
-    What the user has set in the environment stays. So do the threads of a problem in a user's file, which may set them.
+    The result depends on the problem and the batch size alone, so a resumed run gets the same bits. The user's own
+    settings in the environment stay, and so do the threads of a problem in a user's file, which may set them.
     """
     if name not in PROBLEMS or any(environment.get(variable) for variable in _ASKED):
         return False
@@ -30,9 +30,9 @@ def wants_one_thread(name: str, problem: Problem, batch_size: int, environment: 
 
 
 def step_operations(model: nn.Module, example: Tensor, batch_size: int) -> int:
-    """The multiplications and additions of a step by weights of two dimensions or more; backward counts twice.
+    """The multiplications and additions of a step by weights of two or more dimensions; backward counts twice.
 
-    Runs the model on one example. Torch's own counter of operations takes seconds to import.
+    It runs the model on one example. Torch's own counter of operations takes seconds to import.
     """
     total = 0
 

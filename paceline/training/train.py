@@ -1,4 +1,4 @@
-"""Train a problem from a configuration: what ``paceline train`` and the studies run."""
+"""Trains a problem from a configuration, for ``paceline train`` and the studies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Precision = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that determines a training run; what is ``None`` comes from the problem's recipe."""
+    """Everything that determines a training run; ``None`` means the value of the problem's recipe."""
 
     problem: str = "digits"
     model: str | None = None
@@ -45,7 +45,7 @@ class TrainConfig:
     optimizer: str | None = None
     batch_size: int | None = None  # of each worker
     epochs: int | None = None
-    max_steps: int | None = None  # stop after this many updates, wherever in an epoch
+    max_steps: int | None = None  # stop after this many updates, also within an epoch
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     clip_norm: float | None = None
     precision: Precision = "fp32"
@@ -74,7 +74,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a configuration again that ``asdict`` was taken of, and that has been through JSON."""
+        """Make a configuration from the result of ``asdict`` after a round trip through JSON."""
         schedule = dict(values["schedule"])
         schedule["decay_epochs"] = tuple(schedule["decay_epochs"])
         return cls(**{**values, "schedule": ScheduleConfig(**schedule)})
@@ -82,7 +82,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is, told to whoever watches it after every update."""
+    """The progress of a run, reported after every update."""
 
     step: int
     total_steps: int
@@ -94,7 +94,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a run came to."""
+    """The result of a run."""
 
     problem: str
     metric: str
@@ -103,9 +103,9 @@ class TrainResult:
     target: float | None
     reached: bool | None
     steps: int
-    resumed_at: int  # how many of the steps an earlier process had made; all, if the run was finished already
+    resumed_at: int  # steps made by earlier processes; all, if the run was finished already
     epochs: int
-    seconds: float  # of this process; a resumed run counts from its resumption
+    seconds: float  # of this process
     workers: int
     run: str | None
 
@@ -124,7 +124,7 @@ def train(
 ) -> TrainResult:
     """Train a problem to the end of its epochs and evaluate it.
 
-    When ``stop`` says so, the run is saved after the update under way and left by a ``KeyboardInterrupt``.
+    When ``stop`` returns true, the run is saved after the present update and ends with a ``KeyboardInterrupt``.
     """
     if problem is None:
         problem = load_config_problem(config)
@@ -132,7 +132,7 @@ def train(
 
 
 def check_config(config: TrainConfig, problem: Problem, workers: int = 1, servers: int = 1) -> None:
-    """Raise what would be raised by ``train`` before its first step, without making a run."""
+    """Raise the errors that ``train`` would raise before its first step, without making a run."""
     policy = parse_policy(config.policy)
     if isinstance(policy, ServerPolicy):
         policy.begin(workers)
@@ -144,7 +144,7 @@ def check_config(config: TrainConfig, problem: Problem, workers: int = 1, server
 
 
 def training_sampler(config: TrainConfig, problem: Problem, workers: int) -> ShardedSampler:
-    """Make the sampler that deals the problem's training data out; one that cannot be is an error."""
+    """Make the sampler of the problem's training data; raise if the options do not fit the data."""
     return ShardedSampler(
         num_samples=len(problem.train),  # type: ignore[arg-type]  # a Dataset with a length
         batch_size=config.batch_size or problem.recipe.batch_size,
@@ -159,14 +159,14 @@ def load_config_problem(config: TrainConfig) -> Problem:
 
 
 def make_model(config: TrainConfig, problem: Problem) -> nn.Module:
-    """Make the model that a run of this configuration begins with, the same in every process."""
+    """Make the initial model of a run of this configuration, the same in every process."""
     device = pick_device(config.device)
     seed_streams(derive_seed(config.seed, "model"))
     return problem.make_model().to(device)
 
 
-def served_pace(config: TrainConfig, problem: Problem, policy: ServerPolicy, workers: int) -> tuple[int, int]:
-    """How many updates an epoch has with a server, and of how many batches each is made, as far as can be told."""
+def server_pace(config: TrainConfig, problem: Problem, policy: ServerPolicy, workers: int) -> tuple[int, int]:
+    """The expected updates per epoch with a server, and the batches per update."""
     batches = policy.pushes_per_commit(workers)
     return -(-training_sampler(config, problem, 1).steps_per_epoch // batches), batches
 
@@ -174,7 +174,7 @@ def served_pace(config: TrainConfig, problem: Problem, policy: ServerPolicy, wor
 def build_scheduler(
     config: TrainConfig, problem: Problem, optimizer: Optimizer, pace: tuple[int, int]
 ) -> LRScheduler | None:
-    """Make the schedule of rates for so many updates an epoch, each of so many batches."""
+    """Make the learning-rate schedule; ``pace`` is the updates per epoch and the batches per update."""
     steps_per_epoch, batches = pace
     return config.schedule.build(
         optimizer,
@@ -185,7 +185,7 @@ def build_scheduler(
 
 
 def loss_of(config: TrainConfig, problem: Problem, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss of a batch, which lies where the model does."""
+    """The loss of a batch, which must be on the model's device."""
     with _autocast(config, inputs.device):
         return problem.loss(model(inputs), targets)
 
@@ -201,7 +201,7 @@ def evaluate(
 ) -> tuple[float, float, int]:
     """Measure the mean loss, the metric and the number of examples on a worker's share of the test data.
 
-    The model is put into evaluation mode for it, and back after.
+    The model is in evaluation mode meanwhile.
     """
     was_training = model.training
     model.eval()
@@ -220,7 +220,7 @@ def evaluate(
 
 
 class _Training:
-    """One call of ``train``: the objects it needs, made in the order that seeds require."""
+    """The objects of one call of ``train``, made in the order that the seeds require."""
 
     def __init__(self, config: TrainConfig, problem: Problem, watch: Watch | None, stop: Callable[[], bool]) -> None:
         self.config, self.problem, self.watch, self.stop = config, problem, watch, stop
@@ -231,7 +231,7 @@ class _Training:
         optimizer = config.optimizer or problem.recipe.optimizer
         self.optimizer = make_optimizer(optimizer, self.model.parameters())
         self.needs_closure = isinstance(self.optimizer, torch.optim.LBFGS)
-        self.evaluated: tuple[int, tuple[float, float]] | None = None  # after which step, and what it gave
+        self.evaluated: tuple[int, tuple[float, float]] | None = None  # the step of the last evaluation, and its result
 
     def run(self) -> TrainResult:
         started = time.perf_counter()
@@ -276,12 +276,12 @@ class _Training:
         )
 
     def _pace(self) -> tuple[int, int]:
-        """How many updates an epoch has, and of how many batches each is made, as far as that can be told before."""
+        """The expected updates per epoch, and the batches per update."""
         world, assignment, policy = read_world(), take_server_assignment(), parse_policy(self.config.policy)
         workers = world.size if world is not None else 1
         if assignment is None or not isinstance(policy, ServerPolicy):
             return self._sampler(workers).steps_per_epoch, workers
-        return served_pace(self.config, self.problem, policy, assignment.workers or workers)
+        return server_pace(self.config, self.problem, policy, assignment.workers or workers)
 
     def _sampler(self, workers: int) -> ShardedSampler:
         return training_sampler(self.config, self.problem, workers)
@@ -298,7 +298,7 @@ class _Training:
                 loss = self._step(session, inputs.to(self.device), targets.to(self.device))
                 examples += len(inputs) * session.world_size
                 if self.stop() and session.rank == 0 and not session.in_step:
-                    session.save()  # the others go on until it is gone
+                    session.save()  # the others continue until this worker has ended
                     raise KeyboardInterrupt
                 if self.watch is not None and loss is not None:
                     self.watch(
@@ -315,7 +315,7 @@ class _Training:
                 self._evaluation(session)
 
     def _total_steps(self, session: Session) -> int:
-        """The updates made so far, perhaps by another number of workers, and those to come; with a server about."""
+        """The updates made so far, by any number of workers, plus those to come; with a server an estimate."""
         if not session.in_step:
             steps_per_epoch, _ = self._pace()
             total = steps_per_epoch * self.epochs
@@ -327,13 +327,13 @@ class _Training:
         return min(total, self.config.max_steps or total)
 
     def _step(self, session: Session, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Make one step and give its loss; None if it was cancelled."""
+        """Make one step and return its loss; None if it was cancelled."""
         if self.needs_closure:
             return session.minimize(lambda: self._backward(inputs, targets))
         loss: Tensor | None = None
         with session.step() as step:
             loss = self._loss(inputs, targets)
-            step.record(loss=loss)  # before backward: it then travels with the gradients
+            step.record(loss=loss)  # before backward: then it is sent with the gradients
             torch.autograd.backward(loss)
         return None if step.cancelled or loss is None else loss.detach()
 
@@ -346,7 +346,7 @@ class _Training:
         return loss_of(self.config, self.problem, self.model, inputs, targets)
 
     def _evaluation(self, session: Session) -> tuple[float, float]:
-        """Evaluate the parameters, averaged where replicas differ, unless that was just done."""
+        """Evaluate the parameters, averaged if replicas differ, unless this step is already evaluated."""
         if self.evaluated is None or self.evaluated[0] != session.steps:
             with session.averaged():
                 loss, value = self._evaluate_together(session) if session.in_step else self._evaluate_alone()
@@ -361,7 +361,7 @@ class _Training:
         return loss, value
 
     def _evaluate_alone(self) -> tuple[float, float]:
-        """With a server every worker does all of it: who would do its share is not known if one dies."""
+        """Evaluate all test data on every worker: under a server a worker may die, and its share would be lost."""
         loss, value, _ = evaluate(self.model, self.problem, self.device)
         return loss, value
 
@@ -369,13 +369,13 @@ class _Training:
 def _evaluation_batches(dataset: Dataset[Any], rank: int, world_size: int) -> Iterator[Fetched]:
     samples = len(dataset)  # type: ignore[arg-type]  # a Dataset with a length
     if world_size > samples:
-        rank, world_size = 0, 1  # too few to share out
+        rank, world_size = 0, 1  # too few to divide
     sampler = ShardedSampler(samples, min(500, samples // world_size), rank, world_size, shuffle=False)
     return DatasetFeed(dataset, sampler).start(0, 0)
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name, or the best there is for ``auto``."""
+    """The device of that name; ``auto`` is the best available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

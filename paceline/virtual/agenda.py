@@ -1,7 +1,7 @@
-"""What happens next on the virtual clock: a heap of batches of events, each batch in the order of its times.
+"""The event queue of the virtual clock: a heap of batches of events, each batch sorted by time.
 
-Workers that begin together are one batch: it is sorted once, and enters and leaves the heap as one, so that ten
-thousand workers that are sent parameters cost one sort and one entry.
+Workers that begin together are one batch, which is sorted once and is one entry of the heap. So sending parameters to
+ten thousand workers costs one sort and one entry.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ _NONE = -1
 
 @dataclass(slots=True, eq=False)
 class StepEnds:
-    """Workers that began the same step together, on parameters of one version, in the order in which they end it."""
+    """Workers that began the same step together, on parameters of one version, in the order of their ends."""
 
     times: list[float]
     workers: list[int]
     step: int
     version: int
-    alive: int  # have neither ended nor been cancelled
-    call: Callable[[float], None] | None = None  # of a single event that is no end of a step
-    given: int = 0  # how many have been given
+    alive: int  # number of workers that have neither ended nor been cancelled
+    call: Callable[[float], None] | None = None  # for a single event that is not the end of a step
+    given: int = 0  # number of ends already yielded
 
 
 Event = tuple[float, int, StepEnds]
 
 
 class Agenda:
-    """Give the ends of steps, and calls asked for, in the order of their times; what is added in between counts.
+    """Yield the ends of steps and requested calls in the order of their times; events may be added in between.
 
-    Ends at the same time come in the order of the batches, and in a batch in that of its workers.
+    Ends at the same time come in the order of their batches, within a batch in the order of its workers.
     """
 
     def __init__(self, workers: int) -> None:
         self._heap: list[tuple[float, int, StepEnds]] = []
-        self._batches: dict[int, StepEnds] = {}  # those in the heap, and the one being given
-        # One object for each worker's number: dictionaries find their keys faster when they are the same objects.
+        self._batches: dict[int, StepEnds] = {}  # those in the heap, and the one being yielded
+        # One int object per worker: dictionary lookups are faster when keys are the same objects.
         self._names = np.arange(workers).astype(object)
         self._under_way = np.full(workers, _NONE, dtype=np.int64)  # the number of each worker's batch
         self._next_number = 0
-        self._horizon = math.inf  # when the first batch behind the one being given begins
+        self._horizon = math.inf  # the first time of the other batches
 
     def begin(self, ends: Times, workers: Numbers, step: int, version: int) -> None:
         """Expect the workers to end the step at these times."""
         order = np.argsort(ends)
-        if not np.all(np.diff(ends[order])):  # ties, which the quicker sort leaves in no order
+        if not np.all(np.diff(ends[order])):  # ties, which the faster sort leaves in any order
             order = np.argsort(ends, kind="stable")
         self._under_way[workers] = self._next_number
         self._add(StepEnds(ends[order].tolist(), self._names[workers[order]].tolist(), step, version, len(workers)))
@@ -66,11 +66,11 @@ class Agenda:
         self._add(StepEnds([end], [worker], step, version, 1))
 
     def call(self, at: float, what: Callable[[float], None]) -> None:
-        """Give an event whose batch has this call, at that time; it cannot be cancelled."""
+        """Add an event at that time whose batch has this call; it cannot be cancelled."""
         self._add(StepEnds([at], [_NONE], 0, 0, 1, what))
 
     def cancel(self, workers: Numbers) -> Numbers:
-        """Expect the steps that the workers are on to end no more; gives those whose had not ended already."""
+        """Cancel the workers' present steps; return the workers whose steps had not ended."""
         running: Numbers = workers[self._under_way[workers] != _NONE]
         numbers, counts = np.unique(self._under_way[running], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -86,7 +86,7 @@ class Agenda:
         self._horizon = min(self._horizon, first)
 
     def __iter__(self) -> Iterator[Event]:
-        """Give the next event: its time, its worker and its batch; ends when nothing is expected any more."""
+        """Yield each event: its time, its worker and its batch; stop when no event is left."""
         heap, under_way = self._heap, self._under_way
         while heap:
             _, number, batch = heapq.heappop(heap)
@@ -108,9 +108,9 @@ class Agenda:
                 del self._batches[number]
 
     def take(self, batch: StepEnds, most: int) -> list[int]:
-        """Give at once up to so many of the workers whose ends come next; none if other events come between.
+        """Take the workers of the next ends, at most ``most``, up to the next event of another batch.
 
-        ``batch`` is that of the event given last. None are given either if some of its steps were cancelled.
+        ``batch`` is that of the last event. The list is empty if some of its steps were cancelled.
         """
         first = batch.given
         last = min(first + most, bisect.bisect_right(batch.times, self._horizon, first))

@@ -1,4 +1,4 @@
-"""Numbered mini-batches, handed out one by one, so that an epoch covers every sample once whoever computes what."""
+"""Numbered mini-batches, handed out one by one, so that an epoch covers every sample once on any workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.data.sampler import ShardedSampler
 
 
 class BatchQueue:
-    """Hand out the batches of a data set by number; those given back, as of cancelled steps, go out first."""
+    """Hand out the batches of a data set by number; returned batches, such as those of cancelled steps, go first."""
 
     def __init__(self, dataset: Dataset[Any], batch_size: int, seed: int) -> None:
         num_samples: int = len(dataset)  # type: ignore[arg-type]  # a Dataset with a length

@@ -1,4 +1,4 @@
-"""The virtual cluster: a driver of server policies on a clock that jumps from event to event."""
+"""The virtual cluster: a discrete-event simulation that drives server policies."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _DRAWN_AT_ONCE = 1024
 
 
 class Workload(Protocol):
-    """What workers compute, where more than its time matters."""
+    """The computation of virtual workers, for simulations with real gradients."""
 
     def begin(self, workers: Sequence[int], version: int | None) -> None:
-        """The workers begin a step on the newest parameters, of that version; None: on those that they have."""
+        """The workers begin a step on the newest parameters, of that version; None: on those they already have."""
         ...
 
     def end(self, worker: int, step: int) -> tuple[float, int]:
-        """A worker's step has ended: its loss, and of how many examples."""
+        """A worker's step has ended; return its loss and number of examples."""
         ...
 
     def cancel(self, workers: Sequence[int]) -> None:
-        """The workers' steps are off."""
+        """The workers' steps are cancelled."""
         ...
 
     def commit(self, pushes: Sequence[Push], weights: Sequence[float], at: float) -> None:
@@ -44,15 +44,15 @@ class Workload(Protocol):
         ...
 
     def drop(self, push: Push) -> None:
-        """A push is thrown away."""
+        """A push is dropped."""
         ...
 
 
 class Cluster:
-    """Run a policy on virtual workers; compute times are drawn from ``delay``, messages take what ``network`` says.
+    """Run a policy on virtual workers; ``delay`` gives the compute times, ``network`` those of messages.
 
-    Cancels take effect at once. A worker that fails is told to the policy as one that has left, ``notice`` seconds
-    after the failure. The same seed gives the same run, bit for bit.
+    Cancels take effect at once. The policy hears of a failed worker ``notice`` seconds after the failure, as of one
+    that left. The same seed gives the same run, bit for bit.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Cluster:
         self._start()
 
     def run(self, *, commits: int | None = None, seconds: float = math.inf, stop: Sequence[object] = ()) -> None:
-        """Let the clock run until there are so many commits, so many seconds have passed, or ``stop`` is not empty."""
+        """Run the clock until it has made ``commits``, reached ``seconds``, or ``stop`` is not empty."""
         with _collector_paused() if self._work is None else contextlib.nullcontext():
             self._run(math.inf if commits is None else commits, seconds, stop)
 
@@ -99,13 +99,13 @@ class Cluster:
             at, worker, batch = event
             if at > seconds:
                 self.now = max(self.now, seconds)
-                self._events = itertools.chain([event], self._events)  # for a run that goes on
+                self._events = itertools.chain([event], self._events)  # for the next call of run
                 return
             still = 0 if at > self.now else still + 1
             if still > patience:
                 raise UsageError(
-                    f"policy {self._policy}: the clock stands still at {at:g} s, as steps under {self._delay} take no "
-                    "time beside that; give longer ones, as in --delays 1"
+                    f"policy {self._policy}: the clock stands still at {at:g} s, since steps under {self._delay} are "
+                    "too short to move it; give longer ones, as in --delays 1"
                 )
             self.now = at
             if batch.call is not None:
@@ -122,12 +122,12 @@ class Cluster:
         return self.tally.computed - float(np.maximum(0.0, self._ends - self.now).sum())
 
     def mean_times(self) -> list[float]:
-        """How long each worker computes on a mini-batch, on average."""
+        """The mean compute time of a mini-batch on each worker."""
         return [self._delay.mean(worker) for worker in range(self.workers)]
 
     @property
     def failed(self) -> float:
-        """Seconds that have passed for workers after their failure."""
+        """Seconds since their failure, summed over the failed workers."""
         return sum(self.now - at for at in self._failed.values())
 
     def _start(self) -> None:
@@ -148,7 +148,7 @@ class Cluster:
             self._carry_out(self._policy.pushed(self.state, push, at), at)
 
     def _end_together(self, worker: int, batch: StepEnds) -> bool:
-        """Hand over the worker and those who end next, as far as the policy says that it will have no answer."""
+        """Pass the pushes of this worker and the next ones to the policy at once, as many as it takes unanswered."""
         room = self._policy.room(self.state)
         others = self._agenda.take(batch, room - 1) if room > 1 else []
         if others:
@@ -200,7 +200,7 @@ class Cluster:
         self._begin_one(worker, step, at, int(self._versions[worker]))
 
     def _begin(self, workers: Numbers, step: int, begin: Times) -> None:
-        """The workers begin the step on the newest parameters, each at its time."""
+        """Begin the workers' step on the newest parameters, each at its own time."""
         ends = begin + self._delay.sample(self._random, workers, begin)
         self._versions[workers] = self.version
         self._began[workers] = begin
@@ -229,12 +229,12 @@ class Cluster:
     def _draw_one(self, worker: int, at: float) -> float:
         if isinstance(self._delay, Changed):
             return float(self._delay.sample(self._random, np.array([worker]), at)[0])
-        if not self._drawn:  # alike for all workers at all times, so that many can be drawn at once
+        if not self._drawn:  # the distribution is the same for all workers and times, so draw many at once
             self._drawn = self._delay.sample(self._random, np.zeros(_DRAWN_AT_ONCE, dtype=np.int64)).tolist()
         return self._drawn.pop()
 
     def _fail(self, worker: int) -> None:
-        """A worker will never end the step that it begins; the policy hears of it later."""
+        """Record that a worker never ends the step that it begins; the policy hears of it later."""
         began = float(self._began[worker])
         self._ends[worker] = began
         if self._work is not None:
@@ -245,7 +245,7 @@ class Cluster:
             self._agenda.call(at + self._notice, functools.partial(self._leave, worker))
 
     def _cancel(self, workers: tuple[int, ...], at: float) -> None:
-        # Those who have ended their steps meanwhile are left out: their pushes are on the way, and will be dropped.
+        # Workers whose steps have ended are left out: their pushes are on the way, and will be dropped.
         running = self._agenda.cancel(np.fromiter(workers, np.int64, len(workers)))
         spent = np.maximum(0.0, at - self._began[running])
         self.tally.thrown_away += float(spent.sum())
@@ -262,7 +262,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keep Python's collector of cycles quiet: pushes make none, and it took a third of the time of large clusters."""
+    """Pause Python's cycle collector: pushes make no cycles, and it took a third of the time of large clusters."""
     was_on = gc.isenabled()
     gc.disable()
     try:

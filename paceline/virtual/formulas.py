@@ -1,4 +1,4 @@
-"""Expected times and staleness of server policies, exactly, where a formula is known (Dutta et al., 2018).
+"""Closed forms of the expected times and staleness of server policies (Dutta et al., 2018).
 
 >>> from paceline.delays.delay import parse_delay
 >>> round(iteration_time("k-sync", parse_delay("1+exp(0.5)"), workers=8, k=4), 3)
@@ -7,8 +7,8 @@
 3.0
 
 An iteration is one commit. P is the number of workers, X the time of one mini-batch on one of them, X_{K:P} the K-th
-smallest of P of these, H_n the n-th harmonic number. Messages cost no time here. Where no formula is known, a
-``NoFormulaError`` says so; the virtual cluster can still tell.
+smallest of P of these, H_n the n-th harmonic number. Messages cost no time here. Where no formula is known a
+``NoFormulaError`` is raised; the virtual cluster can still measure it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.errors import UsageError, unknown_name
 
 
 class NoFormulaError(UsageError):
-    """No formula is known for what was asked; it can still be simulated."""
+    """No formula is known for this case; it can still be simulated."""
 
 
 def order_statistic(delay: Delay, k: int, n: int) -> float:
@@ -60,7 +60,7 @@ def k_sync_time(delay: Delay, workers: int, k: int) -> float:
 def k_batch_sync_time(delay: Delay, workers: int, k: int) -> float:
     """K/(P mu) for Exp(mu), ceil(K/P) c for a constant c, E[X_{1:P}] for K = 1; unknown otherwise.
 
-    All P start afresh at a commit, and it ends with their K-th mini-batch. ``time_bounds`` encloses the unknown.
+    All P workers start anew after a commit; their K-th mini-batch makes the next one. ``time_bounds`` bounds the rest.
     """
     _check_count("k", k)
     if isinstance(delay, Exponential):
@@ -75,7 +75,7 @@ def k_batch_sync_time(delay: Delay, workers: int, k: int) -> float:
 def k_async_time(delay: Delay, workers: int, k: int) -> float:
     """(H_P - H_{P-K})/mu for Exp(mu), c/floor(P/K) for a constant c; else known for K = 1 and for K = P.
 
-    K = 1 is async. With K = P everybody waits for everybody, as in sync. Any shift makes 1 < K < P faster than K-sync.
+    K = 1 is async. With K = P all workers wait for all, as in sync. Any shift makes 1 < K < P faster than K-sync.
     """
     _check_count("k", k, workers)
     if k == 1:
@@ -90,7 +90,7 @@ def k_async_time(delay: Delay, workers: int, k: int) -> float:
 def k_batch_async_time(delay: Delay, workers: int, k: int) -> float:
     """K E[X]/P for every distribution, by renewal; K over the sum of 1/E[X_i] where workers differ.
 
-    Nobody ever waits, so worker i pushes once in E[X_i], in the long run.
+    No worker ever waits, so worker i pushes once in E[X_i] on average.
     """
     _check_count("k", k)
     if not isinstance(delay, Changed):
@@ -129,11 +129,11 @@ def iteration_time(policy: str, delay: Delay, workers: int, k: int = 1) -> float
 
 
 def mean_staleness(policy: str, workers: int, k: int = 1) -> float:
-    """Commits between the read of a gradient's parameters and the commit that uses it, on average over gradients.
+    """Mean number of commits between the read of a gradient's parameters and the commit that uses it.
 
-    P/K - 1 for K-async: of P workers K are in each commit, so the same one is in every (P/K)-th, on average. (P-1)/K
-    for K-batch-async, if the worker whose push completes a commit pulls after it: between two pushes of one worker lie
-    P-1 of others, on average. Both hold for all times, also where some workers are slower, as long as nobody fails.
+    P/K - 1 for K-async: each commit has K of P workers, so a worker is in every (P/K)-th on average. (P-1)/K for
+    K-batch-async, if the worker whose push completes a commit pulls after it: between two pushes of one worker lie
+    P-1 of others on average. Both hold for all compute times, also if some workers are slower, but not after failures.
     """
     _check_policy(policy, STALENESS)
     _check_count("workers", workers)
@@ -144,7 +144,7 @@ def mean_staleness(policy: str, workers: int, k: int = 1) -> float:
 def k_async_staleness_share(delay: Delay, workers: int, k: int, staleness: int) -> float:
     """The share of gradients that are d commits stale under K-async with Exp times: (K/P) (1 - K/P)^d.
 
-    Exponential times have no memory, so that after each commit the next K are any K of the P.
+    Exponential times have no memory, so after each commit the next K workers are any K of the P.
     """
     _check_count("k", k, workers)
     if not isinstance(delay, Exponential):
@@ -153,10 +153,10 @@ def k_async_staleness_share(delay: Delay, workers: int, k: int, staleness: int) 
 
 
 def time_bounds(delay: Delay, workers: int, k: int) -> tuple[float, float]:
-    """K E[X]/P and E[X_{K:P}], between which K-batch-sync and K-async lie.
+    """The lower bound K E[X]/P and the upper bound E[X_{K:P}] of K-batch-sync and K-async.
 
-    For times that are new better than used in expectation: a mini-batch under way is expected to need no longer than
-    a fresh one. So are constants, exponentials and these with a shift, and not Pareto.
+    They hold for times that are "new better than used in expectation": a mini-batch under way is not expected to take
+    longer than a new one. Constants and exponentials, also shifted, are such; Pareto is not.
     """
     rest = delay.rest if isinstance(delay, Shifted) else delay
     if not isinstance(rest, Constant | Exponential):
@@ -165,9 +165,9 @@ def time_bounds(delay: Delay, workers: int, k: int) -> tuple[float, float]:
 
 
 def sync_over_async(delay: Delay, workers: int) -> float:
-    """How many times longer a commit of sync takes than one of async: P E[X_{P:P}]/E[X].
+    """The time of a sync commit over that of an async one: P E[X_{P:P}]/E[X].
 
-    Per mini-batch it is only E[X_{P:P}]/E[X], since a commit of sync uses P of them.
+    Per mini-batch it is only E[X_{P:P}]/E[X], since a sync commit uses P of them.
     """
     return iteration_time("sync", delay, workers) / iteration_time("async", delay, workers)
 

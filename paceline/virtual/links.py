@@ -1,4 +1,4 @@
-"""What moving bytes costs: a link of some latency and bandwidth, and what servers, rings and trees make of it.
+"""The cost of messages: a link with latency and bandwidth, and the times of servers, rings and trees on it.
 
 >>> link = parse_link("10us 1Gbit/s")
 >>> round(link.seconds(25e6), 6)
@@ -25,9 +25,9 @@ EXAMPLES = '"10us 1Gbit/s", "25MB/s", "instant"'
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way for bytes: the first arrives after ``latency`` seconds, the others at ``bandwidth`` bytes a second.
+    """A link: the first byte arrives after ``latency`` seconds, the others at ``bandwidth`` bytes a second.
 
-    As text ``10us 1Gbit/s``; what is left out costs nothing, and ``instant`` is a link that leaves out both.
+    As text: ``10us 1Gbit/s``. A part that is left out costs nothing; ``instant`` leaves out both.
     """
 
     latency: float = 0.0
@@ -53,7 +53,7 @@ class Link:
 
 
 def parse_link(text: str | Link) -> Link:
-    """Take a link as text, such as ``"10us 1Gbit/s"``, or as itself."""
+    """Read a link from text, such as ``"10us 1Gbit/s"``; a ``Link`` is returned as it is."""
     if isinstance(text, Link):
         return text
     if not isinstance(text, str):
@@ -70,9 +70,9 @@ def parse_link(text: str | Link) -> Link:
 def server_seconds(link: Link, nbytes: float, workers: int) -> float:
     """All workers push N bytes to a server and pull N back: 2 a + 2 (P-1) N b.
 
-    One of the P processes is the server, and its own link is the bottleneck: 2 N (P-1) bytes pass it (deck DS-UA 301,
-    lecture 10, "Parameter Server vs Ring All-Reduce"). Latencies of different workers pass side by side, so there are
-    two. A server apart from the workers counts as one more of them.
+    One of the P processes is the server, and its link is the bottleneck: 2 N (P-1) bytes pass it (deck DS-UA 301,
+    lecture 10, "Parameter Server vs Ring All-Reduce"). Latencies of different workers overlap, so only two count. A
+    separate server counts as one more process.
     """
     _check(nbytes, workers)
     return 2 * link.latency + server_bytes(nbytes, workers) / link.bandwidth if workers > 1 else 0.0
@@ -99,9 +99,9 @@ def tree_seconds(link: Link, nbytes: float, workers: int) -> float:
 def two_level_seconds(inside: Link, between: Link, nbytes: float, hosts: int, host_workers: int) -> float:
     """Rings in and between hosts: 2 (G-1) a' + 2 (G-1)/G N b' + 2 (H-1) a + 2 (H-1)/H N b.
 
-    Each of the G workers of a host gets N/G bytes of the host's sum over the ``inside`` link (scatter-reduce), the H
-    hosts all-reduce those ``between`` them, and an all-gather inside ends it (Mikami et al., 2018, "2D-torus"). The G
-    rings between hosts share each host's one link, so that together they cost one ring of N bytes.
+    A scatter-reduce over the ``inside`` link gives each of a host's G workers N/G bytes of its sum; the H hosts
+    all-reduce these over the link ``between`` them; an all-gather inside each host follows (Mikami et al., 2018,
+    "2D-torus"). The G rings between hosts share each host's one link, so together they cost one ring of N bytes.
     """
     return ring_seconds(inside, nbytes, host_workers) + ring_seconds(between, nbytes, hosts)
 
@@ -117,10 +117,10 @@ def ring_bytes(nbytes: float, workers: int) -> float:
 
 
 def exchange_end(ready: Sequence[float], costs: Sequence[float]) -> float:
-    """When the last bucket is exchanged, if they go one after the other: C_i = max(C_{i-1}, R_i) + cost_i.
+    """The time at which the last bucket is exchanged, one after the other: C_i = max(C_{i-1}, R_i) + cost_i.
 
-    ``ready`` has the times R_i at which backward fills the buckets, ``costs`` the seconds each needs on the link
-    (Li et al., VLDB 2020: buckets are exchanged in their order, while backward goes on).
+    ``ready`` has the times R_i at which backward fills the buckets, ``costs`` the seconds of each on the link
+    (Li et al., VLDB 2020: buckets are exchanged in order, while backward runs).
     """
     if len(ready) != len(costs):
         raise UsageError(f"each bucket has a time and a cost, got {len(ready)} times and {len(costs)} costs")

@@ -1,4 +1,4 @@
-"""How long messages between virtual workers and their server take, or the exchange of peers, and how many bytes."""
+"""Times and bytes of messages between virtual workers and their server, or of an exchange between peers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from paceline.virtual.links import Link
 
 
 class Network(ABC):
-    """What the cluster asks; ``nbytes`` is the size of one set of parameters or gradients."""
+    """Times and counts messages; ``nbytes`` is the size of one set of parameters or gradients."""
 
     def __init__(self, nbytes: float) -> None:
         self.nbytes = nbytes
         self.bytes_in = 0.0  # to the server
-        self.bytes_out = 0.0  # from it, or between peers; each byte on the wire counts once
+        self.bytes_out = 0.0  # from the server, or between peers; each byte on the wire counts once
 
     @abstractmethod
     def push(self, at: float) -> float:
-        """When a gradient arrives that is sent now; calls come in the order of time."""
+        """The arrival time of a gradient sent at ``at``; calls must come in the order of time."""
 
     @abstractmethod
     def send(self, at: float, workers: int) -> Times:
-        """When each of so many workers has the parameters that the server sends now, one after the other."""
+        """The times at which the workers receive parameters that the server sends at ``at``, one after the other."""
 
 
 class Instant(Network):
@@ -41,7 +41,7 @@ class Instant(Network):
 
 
 class ServerLink(Network):
-    """All messages pass the link of the server, which carries one at a time each way, first come, first served."""
+    """All messages pass the server's link, which carries one at a time in each direction, in order of arrival."""
 
     def __init__(self, link: Link, nbytes: float) -> None:
         super().__init__(nbytes)
@@ -62,9 +62,10 @@ class ServerLink(Network):
 
 
 class Collective(Network):
-    """Peers exchange their gradients once all have theirs; ``exposed`` gives what of it the slowest's backward leaves.
+    """Peers exchange gradients when all have theirs; each sends ``worker_bytes``.
 
-    It is given the seconds that the slowest computed. Each worker sends ``worker_bytes``.
+    ``exposed`` takes the slowest worker's compute time and gives the seconds of the exchange that its backward pass
+    does not hide.
     """
 
     def __init__(self, exposed: Callable[[float], float], worker_bytes: float) -> None:
@@ -76,7 +77,7 @@ class Collective(Network):
         return at
 
     def send(self, at: float, workers: int) -> Times:
-        if at > 0:  # the parameters at the start are there
+        if at > 0:  # at the start all workers have the parameters
             self.bytes_out += workers * self.nbytes
             at += self._exposed(at - self._began)
         self._began = at

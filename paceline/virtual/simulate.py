@@ -1,4 +1,4 @@
-"""Try a policy on workers that need not exist: ``simulate`` gives times, staleness, waiting, waste and bytes."""
+"""Simulates a policy on virtual workers: times, staleness, waiting, wasted work and bytes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from paceline.virtual.network import Collective, Instant, Network, ServerLink
 
 Scaling = Literal["weak", "strong"]
 Topology = Literal["ring", "tree", "two-level"]
-MOST_WORKERS = 1_000_000  # each has its place in memory
-_MOST_BUCKETS = 100_000  # each is looked at in every exchange
-_LONGEST = 1e9  # seconds: beside longer ones a clock of floats would not notice the steps
-BACKWARD = 2 / 3  # of a step's computing: it costs about twice the forward pass
+MOST_WORKERS = 1_000_000  # each takes memory
+_MOST_BUCKETS = 100_000  # each takes time in every exchange
+_LONGEST = 1e9  # seconds; added to a longer time, a step would be lost to float rounding
+BACKWARD = 2 / 3  # share of backward in a step: it costs about twice the forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ class Scenario:
     link: str | Link = "instant"  # of the server, or of every peer
     nbytes: float = 0.0  # of the parameters, and of a gradient
     examples: int = 1  # in one worker's mini-batch; under strong scaling, in all workers' together
-    scaling: Scaling = "weak"  # strong: the workers share one mini-batch, and compute as much less
-    topology: Topology = "ring"  # in which peers exchange
-    hosts: int = 1  # that the peers of a two-level topology are spread over
-    inside: str | Link = "instant"  # their link inside a host
-    notice: float = 10.0  # seconds after which a failed worker is found out
+    scaling: Scaling = "weak"  # strong: the workers share one mini-batch, and each computes less
+    topology: Topology = "ring"  # of all-reduce
+    hosts: int = 1  # of a two-level topology
+    inside: str | Link = "instant"  # the link inside a host, of a two-level topology
+    notice: float = 10.0  # seconds until a failed worker is noticed
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -89,15 +89,15 @@ class Scenario:
         return Changed(base=delay, changes=(share,))  # type: ignore[arg-type]  # it is a distribution
 
     def check(self, *, has_loss: bool) -> ServerPolicy:
-        """Raise what ``cluster`` would raise, and give the policy that decides."""
+        """Raise the errors that ``cluster`` would raise, and return the policy that decides."""
         policy = parse_policy(self.policy)
         if isinstance(policy, AllReduce):
-            policy = Sync()  # all wait for all; what differs is how gradients travel
+            policy = Sync()  # all workers wait for all; only the network differs
         if not isinstance(policy, ServerPolicy):
-            raise UsageError(f"policy {policy} has no virtual form: only all-reduce and the policies of a server have")
+            raise UsageError(f"policy {policy} cannot be simulated: only all-reduce and the policies of a server can")
         if policy.needs_loss and not has_loss:
             raise UsageError(
-                f"policy {policy} follows the loss, so times alone do not do: name a problem, as in --problem digits"
+                f"policy {policy} follows the loss, so it needs a problem to train: name one, as in --problem digits"
             )
         policy.begin(self.workers)
         self.compute.check_workers(self.workers)
@@ -109,14 +109,14 @@ class Scenario:
             seconds = parse_link(link).seconds(self.nbytes)
             if seconds > _LONGEST:
                 raise UsageError(
-                    f"a message of {self.nbytes:g} bytes over a link of {link} takes {seconds:g} s, and {_LONGEST:g} "
-                    "are the most; choose a faster one, as in --link 1Gbit/s"
+                    f"a message of {self.nbytes:g} bytes over a link of {link} takes {seconds:g} s; at most "
+                    f"{_LONGEST:g} are possible; choose a faster link, as in --link 1Gbit/s"
                 )
         policy = parse_policy(self.policy)
         if isinstance(policy, AllReduce) and _bucket_count(self.nbytes, policy) > _MOST_BUCKETS:
             raise UsageError(
-                f"{self.nbytes:g} bytes are {_bucket_count(self.nbytes, policy):,} buckets, and {_MOST_BUCKETS:,} are "
-                "the most; choose larger ones, as in all-reduce(bucket_cap_mb=1000), or a smaller --size"
+                f"{self.nbytes:g} bytes are {_bucket_count(self.nbytes, policy):,} buckets; at most {_MOST_BUCKETS:,} "
+                "are possible; choose larger ones, as in all-reduce(bucket_cap_mb=1000), or a smaller --size"
             )
 
     def cluster(self, work: Workload | None = None) -> Cluster:
@@ -142,7 +142,7 @@ class Scenario:
         return Instant(self.nbytes) if link == Link() else ServerLink(link, self.nbytes)
 
     def _exposed(self, policy: AllReduce, compute: float) -> float:
-        """What of the exchange is left when the slowest has ended its backward pass."""
+        """Seconds of the exchange that the slowest worker's backward pass does not hide."""
         sizes = _buckets(self.nbytes, policy)
         costs = [self._exchange_seconds(size) for size in sizes]
         if not policy.overlap:
@@ -160,7 +160,7 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What a virtual cluster did; shares are of all workers' time, failed ones left out."""
+    """The results of a simulation; shares are of all workers' time, without failed workers."""
 
     policy: str
     workers: int
@@ -168,23 +168,23 @@ class Simulated:
     commits: int
     seconds: float  # on the virtual clock
     iteration: float  # seconds per commit
-    iteration_error: float | None  # its standard error, if commits were independent
+    iteration_error: float | None  # its standard error, as if commits were independent
     pushes: int  # committed
     throughput: float  # examples committed per second
-    staleness: float  # commits between read and use, mean over the pushes committed
+    staleness: float  # commits between read and use, mean over the committed pushes
     staleness_histogram: dict[int, int]
-    waiting: float  # share of the time in which workers did not compute
-    thrown_away: float  # share of the time in which they computed what was cancelled or dropped
+    waiting: float  # share of time in which workers did not compute
+    thrown_away: float  # share of time computing steps that were cancelled or dropped
     cancelled: int  # steps
     dropped: int  # pushes that came too late
     bytes_in: float  # to the server, in all
     bytes_out: float  # from the server, or between peers
-    scaling_efficiency: float | None  # seconds of an iteration on worker 0 alone over those of a commit
-    parallel_efficiency: float | None  # throughput over that of so many workers that compute alone and never wait
+    scaling_efficiency: float | None  # time of an iteration on worker 0 alone over the time per commit
+    parallel_efficiency: float | None  # throughput over that of as many workers that never wait
 
 
 def simulate(scenario: Scenario, *, commits: int | None = 1000, seconds: float = math.inf) -> Simulated:
-    """Run a scenario until there are so many commits, or so many seconds have passed; times only."""
+    """Run a scenario without gradients for ``commits``, or for ``seconds`` of virtual time."""
     check_length(commits, seconds)
     cluster = scenario.cluster()
     cluster.run(commits=commits, seconds=seconds)
@@ -192,7 +192,7 @@ def simulate(scenario: Scenario, *, commits: int | None = 1000, seconds: float =
 
 
 def check_length(commits: int | None, seconds: float) -> None:
-    """Raise if a run of that length has no end or no beginning."""
+    """Raise if the length of a run is missing or not positive."""
     if commits is None and seconds == math.inf:
         raise UsageError("a simulation needs an end: a number of commits, or of seconds")
     if commits is not None and commits < 1:
@@ -202,7 +202,7 @@ def check_length(commits: int | None, seconds: float) -> None:
 
 
 def summary(scenario: Scenario, cluster: Cluster) -> Simulated:
-    """What the cluster's clock and counters come to, wherever it stands."""
+    """The results of a cluster up to its present time."""
     tally, now = cluster.tally, cluster.now
     if not tally.commit_times:
         raise UsageError(
@@ -238,13 +238,13 @@ def summary(scenario: Scenario, cluster: Cluster) -> Simulated:
 
 
 def as_record(result: Simulated) -> dict[str, Any]:
-    """Everything, fit for JSON."""
+    """All results as a dict that fits JSON."""
     values = dataclasses.asdict(result)
     return {name: None if value in (math.inf, -math.inf) else value for name, value in values.items()}
 
 
 def _scaling_efficiency(scenario: Scenario, iteration: float) -> float | None:
-    """An iteration of one worker is a mini-batch and no message; under strong scaling it is that of all workers."""
+    """Compare with one worker, which computes a mini-batch (of all workers, under strong scaling) without messages."""
     alone = parse_delay(scenario.delay).mean(0)
     return alone / iteration if iteration > 0 and math.isfinite(alone) else None
 
@@ -255,7 +255,7 @@ def _parallel_efficiency(cluster: Cluster, throughput: float) -> float | None:
 
 
 def _buckets(nbytes: float, policy: AllReduce) -> list[float]:
-    """The sizes of the buckets that so many bytes fill: the first one, then as many as it takes of the others."""
+    """The sizes of the buckets for this many bytes: the first one, then as many others as needed."""
     count = _bucket_count(nbytes, policy)
     first = policy.first_bucket_mb * 2**20
     if count == 1 or not first:

@@ -1,4 +1,4 @@
-"""What is counted while the virtual clock runs, and what it comes to."""
+"""Counts of a simulation while its virtual clock runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Tally:
     examples: int = 0  # of these
     staleness: Counter[int] = field(default_factory=Counter)  # commits missed -> pushes
     computed: float = 0.0  # seconds of all workers, up to the ends of the steps under way
-    thrown_away: float = 0.0  # of these, in steps that were cancelled or dropped
+    thrown_away: float = 0.0  # part of these, in steps that were cancelled or dropped
     cancelled: int = 0
     dropped: int = 0
 
@@ -27,4 +27,4 @@ class Tally:
         self.examples += sum(map(EXAMPLES, pushes))
         for read, count in Counter(map(VERSION, pushes)).items():
             self.staleness[version - read] += count
-        self.commit_times.append(at)  # last: a run may be broken off anywhere, and what is known of it asked for
+        self.commit_times.append(at)  # last: an interrupted run is summarized too, and counts commits by this list

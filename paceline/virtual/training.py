@@ -1,4 +1,4 @@
-"""Real gradients on the virtual clock: every worker's own, on the parameters that it has, one process, one seed."""
+"""Training with real gradients on the virtual clock, in one process: each worker's gradient of its own parameters."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from paceline.virtual.simulate import Scenario, Simulated, check_length, summary
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """How good the parameters are at some time on the virtual clock."""
+    """Loss and metric of the parameters at one virtual time."""
 
     seconds: float
     commits: int
     loss: float  # mean on the test data
-    value: float  # of the problem's metric there
+    value: float  # of the problem's metric on the test data
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOutcome:
-    """What a virtual cluster did and learned."""
+    """The results of a simulated training: those of the cluster, and the curve of losses."""
 
     run: Simulated
     curve: tuple[Point, ...]
 
     def time_to(self, problem: Problem, target: float) -> float | None:
-        """When the problem's metric first reached the target; None if never."""
+        """The time at which the problem's metric first reached the target; None if never."""
         good = (point.seconds for point in self.curve if problem.metric.reaches(point.value, target))
         return next(good, None)
 
 
 class GradientWork:
-    """What virtual workers compute: gradients of a problem. The parameters of each version are kept while in use.
+    """Computes the virtual workers' gradients of a problem; the parameters of each version are kept while in use.
 
     Every step's random streams are seeded from (seed, batch), and each batch is part of one commit; cancelled and
     dropped ones go back into the queue. Module buffers, such as BatchNorm's, travel with parameters and gradients.
@@ -84,14 +84,14 @@ class GradientWork:
         self._queue = BatchQueue(problem.train, batch_size, seed)
         self._reads: list[Tensor] = [self._newest] * workers  # parameters and buffers, as bytes
         self._batches = [0] * workers
-        self._done: dict[PushKey, tuple[Arena, bytes, int]] = {}  # the gradients, the parameters they are of, the batch
+        self._done: dict[PushKey, tuple[Arena, bytes, int]] = {}  # gradients, which parameters have one, batch
         self._free: list[Arena] = []
         self.curve: list[Point] = []
         self._commits = 0
 
     @property
     def nbytes(self) -> int:
-        """The size of what is trained."""
+        """The size of the trained parameters."""
         return sum(parameter.nbytes for parameter in self._layouts.trained)
 
     def begin(self, workers: Sequence[int], version: int | None) -> None:
@@ -122,7 +122,7 @@ class GradientWork:
         return float(loss.detach()), len(inputs)
 
     def _keep_buffers(self, worker: int) -> None:
-        """The worker goes on with the buffers that it has now, if it goes on without reading anew."""
+        """Keep a worker's buffers for its next step, in case that does not read the parameters again."""
         self._loaded = self._reads[worker] = self._reads[worker].clone()
         views = self._replicas.down.views(self._loaded)[len(self._replicas.parameters) :]
         for view, buffer in zip(views, self._replicas.buffers, strict=True):
@@ -148,7 +148,7 @@ class GradientWork:
         self._commits += 1
 
     def look(self, at: float) -> None:
-        """Evaluate the parameters for all times to look at them that have come since the last commit."""
+        """Evaluate the parameters for all evaluation times before ``at`` that are not done yet."""
         for seconds in itertools.takewhile(lambda time: time < at, self._times[len(self.curve) :]):
             self._add_point(seconds)
 
@@ -162,13 +162,13 @@ class GradientWork:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What is trained, how, and how often it is looked at."""
+    """What to train, how, and how often to evaluate it."""
 
     problem: Problem
     optimizer: str | None = None  # None: the problem's own
     batch_size: int | None = None  # of each worker
     points: int = 40  # of the curve
-    dense_start: bool = False  # look more often at first, at the squares of equal steps
+    dense_start: bool = False  # evaluate more often at first, at the squares of equal steps
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "points"):
@@ -177,22 +177,22 @@ class TrainingPlan:
                 raise UsageError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
 
     def times(self, seconds: float) -> list[float]:
-        """When to look at the parameters, from 0 to the end."""
+        """The times of evaluation, from 0 to the end."""
         shares = [index / self.points for index in range(self.points + 1)]
         return [seconds * (share**2 if self.dense_start else share) for share in shares]
 
 
 class SimulatedTraining:
-    """A plan on a virtual cluster, under way or done; what is known so far can be asked at any time."""
+    """A training plan on a virtual cluster; ``outcome`` gives the results so far at any time."""
 
     def __init__(self, scenario: Scenario, plan: TrainingPlan, *, seconds: float) -> None:
         check_length(None, seconds)
         problem = plan.problem
         batch_size = plan.batch_size or problem.recipe.batch_size
         if scenario.scaling == "strong":
-            raise UsageError("strong scaling is of times alone; with a problem, choose the workers' batch size")
+            raise UsageError("strong scaling is for runs without a problem; with one, choose the workers' batch size")
         self._scenario, self._seconds = scenario, seconds
-        self._learning = GradientWork(
+        self._work = GradientWork(
             problem,
             scenario.workers,
             optimizer=plan.optimizer,
@@ -201,28 +201,28 @@ class SimulatedTraining:
             adds_up=scenario.check(has_loss=True).adds_up,
             seed=scenario.seed,
         )
-        nbytes = scenario.nbytes or self._learning.nbytes
+        nbytes = scenario.nbytes or self._work.nbytes
         whole = dataclasses.replace(scenario, nbytes=nbytes, examples=batch_size)
-        self._cluster = whole.cluster(self._learning)
+        self._cluster = whole.cluster(self._work)
 
     @property
     def now(self) -> float:
-        """Where the clock stands."""
+        """The time of the virtual clock."""
         return self._cluster.now
 
     def finish(self, stop: Sequence[object] = ()) -> None:
-        """Let the clock run to its end, or until ``stop`` is not empty."""
+        """Run the clock to its end, or until ``stop`` is not empty."""
         self._cluster.run(seconds=self._seconds, stop=stop)
         if not stop:
-            self._learning.look(math.nextafter(self._seconds, math.inf))
+            self._work.look(math.nextafter(self._seconds, math.inf))
 
     def outcome(self) -> TrainingOutcome:
-        """What is known by now."""
-        return TrainingOutcome(run=summary(self._scenario, self._cluster), curve=tuple(self._learning.curve))
+        """The results so far."""
+        return TrainingOutcome(run=summary(self._scenario, self._cluster), curve=tuple(self._work.curve))
 
 
 def simulate_training(scenario: Scenario, plan: TrainingPlan, *, seconds: float) -> TrainingOutcome:
-    """Train a problem on a virtual cluster for so many virtual seconds; the same seed gives the same bits.
+    """Train a problem on a virtual cluster for ``seconds`` of virtual time; the same seed gives the same bits.
 
     Bits also depend on torch's number of threads; one is fastest for small models.
     """
