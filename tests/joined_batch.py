@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.exchange import BackwardPass
 from paceline.peers.group import Peers
 from paceline.policies import AllReduce
 from paceline.problems import MODELS
@@ -188,7 +189,7 @@ def train_on_workers(
         mine = batches[group.rank()]
         total = sum(map(len, batches)) if known_total else None
         optimizer.zero_grad()
-        exchange.begin(examples=len(mine), total=total, loss=lambda: None)
+        exchange.begin(BackwardPass(examples=len(mine), total=total))
         backward(case.loss(model, mine if len(mine) else borrowed(mine, case)))
         exchange.finish()
         optimizer.step()

@@ -240,3 +240,11 @@ def test_gradients_with_a_graph_are_averaged_too(world: World) -> None:
 
     for found in world(2, work):
         torch.testing.assert_close(found, [gradient.detach() for gradient in penalties(expected)])
+
+
+def test_what_is_accumulated_and_never_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(1, 1)
+    with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session, session.step(accumulate=True):
+        backward(model(torch.ones(1, 1)).sum())
+    assert session.steps == 0
+    assert "accumulated since step 0 was not used; end with a step without accumulate=True" in caplog.text

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.exchange import BackwardPass
 from paceline.policies import AllReduce
 
 
@@ -126,7 +127,7 @@ def test_parameters_of_any_layout_come_from_worker_0_and_are_averaged(world: Wor
             model.weight.mul_(1 - group.rank())
         exchange = exchange_of(model, group)
         assert_same(model.weight.detach(), wanted)
-        exchange.begin(examples=1 + 2 * group.rank(), total=4, loss=lambda: None)
+        exchange.begin(BackwardPass(examples=1 + 2 * group.rank(), total=4))
         backward((model.weight * 4 * group.rank()).real.sum())
         exchange.finish()
         assert_same(model.weight.grad, torch.full_like(wanted, 3.0))
@@ -160,7 +161,7 @@ def test_buffers_follow_worker_0(world: World, kind: str, persistent: bool) -> N
         assert_same(table, wanted)
         if group.rank() == 1:
             table.zero_()
-        exchange.begin(examples=1, total=2, loss=lambda: None)
+        exchange.begin(BackwardPass(examples=1, total=2))
         backward(model(torch.ones(1, 2)).sum())
         exchange.finish()
         assert_same(table, wanted)
@@ -176,7 +177,7 @@ def test_a_buffer_that_repeats_its_memory_is_not_written_past_its_end(world: Wor
         table = torch.tensor([2.0]).expand(1000)
         model.register_buffer("table", table)
         exchange = exchange_of(model, CarefulGroup(group, log))
-        exchange.begin(examples=1, total=2, loss=lambda: None)
+        exchange.begin(BackwardPass(examples=1, total=2))
         backward(model(torch.ones(1, 2)).sum())
         exchange.finish()
         return table
@@ -194,7 +195,7 @@ def test_statistics_of_batch_norm_are_those_of_worker_0_between_steps(world: Wor
         exchange = exchange_of(model, group)
         found = []
         for _ in range(3):
-            exchange.begin(examples=1, total=2, loss=lambda: None)
+            exchange.begin(BackwardPass(examples=1, total=2))
             loss = model(inputs[group.rank()]).sum()
             found.append({name: value.clone() for name, value in model.named_buffers()})
             backward(loss)

@@ -198,3 +198,14 @@ def test_alone_it_is_a_plain_loop() -> None:
     backward(by_hand(torch.ones(1, 2)).sum())
     plain(by_hand).step()
     assert torch.equal(model.weight, by_hand.weight)
+
+
+def test_all_reduce_goes_on_from_the_average_of_replicas(world: World, tmp_path: Path) -> None:
+    """Workers that differ must not go on as if they were alike."""
+    template = CASE.build()
+    options: dict[str, Any] = {"run": tmp_path / "run", "save_every": 1}
+    cut = world(2, lambda group: train(group, template, "local-sgd(every=4)", stop=3, **options))
+    assert not torch.equal(cut[0]["replicas"][-1][0], cut[1]["replicas"][-1][0])
+    found = world(2, lambda group: train(group, template, "all-reduce", resume=True, **options))
+    assert found[0]["steps"] > 3
+    assert_same(found[0]["model"], found[1]["model"])

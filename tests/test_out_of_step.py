@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.errors import CommError, PacelineError, UsageError
 from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.exchange import BackwardPass
 from paceline.policies import AllReduce
 
 TIMEOUT = 2.0  # of the groups: what a worker waits for another that will never come
@@ -226,7 +227,7 @@ def test_another_total_on_one_worker_is_an_error(world: World) -> None:
     def work(group: Any) -> bool:
         model = two_layers()
         exchange = AllReduceExchange(model, peers_of(group), AllReduce())
-        exchange.begin(examples=2, total=4 + group.rank(), loss=lambda: None)
+        exchange.begin(BackwardPass(examples=2, total=4 + group.rank()))
         try:
             backward(model(torch.ones(1, 2)).sum())
             exchange.finish()

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from paceline.errors import CommError
 from paceline.peers.all_reduce import AllReduceExchange
 from paceline.peers.buckets import plan_buckets
+from paceline.peers.exchange import BackwardPass
 from paceline.policies import AllReduce
 
 POLICIES = {
@@ -84,7 +85,7 @@ def test_gradients_are_aligned_views_of_a_few_buckets(world: World, case: str, s
         storages: list[set[int]] = []
         for _ in range(4):
             model.zero_grad(set_to_none=set_to_none)
-            exchange.begin(examples=1, total=2, loss=lambda: None)
+            exchange.begin(BackwardPass(examples=1, total=2))
             backward(CASES[case].loss(model, inputs))
             exchange.finish()
             gradients = [gradient_of(parameter) for parameter in model.parameters()]
@@ -130,7 +131,7 @@ def test_freezing_and_unfreezing_on_all_workers_keeps_averages_right(world: Worl
             freeze(model, step)
             optimizer.zero_grad()
             mine = batches[group.rank()]
-            exchange.begin(examples=len(mine), total=None, loss=lambda: None)
+            exchange.begin(BackwardPass(examples=len(mine), total=None))
             backward(case.loss(model, mine if len(mine) else batches[1 - group.rank()]))
             exchange.finish()
             optimizer.step()
@@ -146,7 +147,7 @@ def test_all_parameters_frozen_is_an_exchange_of_nothing(world: World) -> None:
     def work(group: Any) -> list[Tensor | None]:
         model = nn.Linear(2, 2).requires_grad_(False)
         exchange = AllReduceExchange(model, peers_of(group), AllReduce())
-        exchange.begin(examples=3, total=None, loss=lambda: 2.0)
+        exchange.begin(BackwardPass(examples=3, total=None, loss=lambda: 2.0))
         outcome = exchange.finish()
         assert (outcome.examples, outcome.loss) == (6, 2.0)
         return [parameter.grad for parameter in model.parameters()]
@@ -172,7 +173,7 @@ def test_another_order_of_buckets_on_one_worker_is_found(
         with pytest.raises(CommError, match="other gradient buckets than worker 0") as caught:
             exchange = AllReduceExchange(model, peers_of(group), AllReduce(bucket_cap_mb=0))
             for _ in range(2):
-                exchange.begin(examples=1, total=2, loss=lambda: None)
+                exchange.begin(BackwardPass(examples=1, total=2))
                 backward(model(torch.ones(1, 2)).sum())
                 exchange.finish()
         return str(caught.value)

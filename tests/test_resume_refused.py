@@ -302,3 +302,12 @@ def test_a_run_can_be_moved(crashed: Path, tmp_path: Path) -> None:
     expected = train(tmp_path / "whole").state()
     shutil.move(crashed, tmp_path / "moved")
     assert_same(train(tmp_path / "moved", seed=9, resume=True).state(), expected)
+
+
+def test_a_checkpoint_made_under_a_server_is_refused_without_one(crashed: Path) -> None:
+    """A server keeps other state: which batches are out, and how far its trace is."""
+    for file in checkpoints(crashed):
+        state = read_checkpoint(file)
+        write_checkpoint(file, {**state, "session": {**state["session"], "policy": "async"}})
+    with pytest.raises(CheckpointError, match=r"made under async, and the run is to go on under all-reduce: only one"):
+        train(crashed, resume=True)

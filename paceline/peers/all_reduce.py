@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from paceline.peers.exchange import PeersExchange
+from paceline.peers.exchange import BackwardPass, PeersExchange
 from paceline.peers.group import Peers
 from paceline.peers.reducer import Outcome, Reducer
 from paceline.policies import AllReduce
@@ -31,22 +31,15 @@ class AllReduceExchange(PeersExchange):
         self._accumulated.append((examples, total))
         self._reducer.weigh(_weight(examples, total))
 
-    def begin(
-        self,
-        *,
-        examples: int,
-        total: int | None,
-        loss: Callable[[], float | None],
-        stop: Callable[[], bool] = lambda: False,
-        tag: int | None = None,
-    ) -> None:
+    def begin(self, backward: BackwardPass) -> None:
+        examples, total, loss, stop, tag = backward
         passes = [*self._accumulated, (examples, total)]
         self._accumulated = []
         if len(passes) > 1 and all(known is not None for _, known in passes):
             self._reducer.arm(examples=examples, total=total, loss=loss, stop=stop, tag=tag, weighted=True)
             self._reducer.weigh(_weight(examples, total))
             return
-        # Without totals all passes of a worker share one weight, by their sum of examples.
+        # Without totals all passes of a worker get one weight, by their examples together.
         self._reducer.arm(examples=sum(count for count, _ in passes), total=total, loss=loss, stop=stop, tag=tag)
         if len(passes) > 1:
             self._reducer.weigh(_weight(examples, None))

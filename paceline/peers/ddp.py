@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline.launch.environment import read_rank_and_size
 from paceline.peers.connect import connect
+from paceline.peers.exchange import BackwardPass
 from paceline.policies import AllReduce
 
 
@@ -57,7 +58,7 @@ class DistributedDataParallel(nn.Module):
         if torch.is_grad_enabled():  # a pass without gradients, such as an evaluation, exchanges nothing
             if self._synchronising:
                 size = self._exchange.world_size
-                self._exchange.begin(examples=1, total=size, loss=lambda: None, tag=self._passes)
+                self._exchange.begin(BackwardPass(examples=1, total=size, tag=self._passes))
                 self._passes += 1
                 if self._broadcast_buffers and self.training:
                     self._exchange.follow_buffers()

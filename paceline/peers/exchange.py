@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,16 @@ from paceline.errors import UsageError
 from paceline.peers.group import Peers
 from paceline.peers.reducer import Outcome
 from paceline.peers.tensors import averaged_dtype, send_tensors, share_state
+
+
+class BackwardPass(NamedTuple):
+    """A backward pass after which the parameters are updated, as this worker knows of it."""
+
+    examples: int
+    total: int | None = None  # of all workers, where that is known
+    loss: Callable[[], float | None] = lambda: None  # asked when backward has ended
+    stop: Callable[[], bool] = lambda: False  # whether the worker was asked to stop, asked then too
+    tag: int | None = None  # of the step; the same on all workers
 
 
 class Exchange(Protocol):
@@ -31,15 +41,7 @@ class Exchange(Protocol):
         """Before forward: keep the gradients of the next backward pass for a later exchange."""
         ...
 
-    def begin(
-        self,
-        *,
-        examples: int,
-        total: int | None,
-        loss: Callable[[], float | None],
-        stop: Callable[[], bool] = lambda: False,
-        tag: int | None = None,
-    ) -> None:
+    def begin(self, backward: BackwardPass) -> None:
         """Before forward: the parameters are updated after the next backward pass."""
         ...
 
@@ -110,15 +112,7 @@ class Alone:
     def accumulate(self, *, examples: int, total: int | None) -> None:
         pass
 
-    def begin(
-        self,
-        *,
-        examples: int,
-        total: int | None,
-        loss: Callable[[], float | None],
-        stop: Callable[[], bool] = lambda: False,
-        tag: int | None = None,
-    ) -> None:
+    def begin(self, backward: BackwardPass) -> None:
         pass
 
     def finish(self) -> Outcome | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.peers.averaging import Averager
-from paceline.peers.exchange import PeersExchange
+from paceline.peers.exchange import BackwardPass, PeersExchange
 from paceline.peers.group import Peers
 from paceline.policies import LocalSGD
 
@@ -40,17 +40,9 @@ class LocalSGDExchange(PeersExchange):
         if examples == 0:
             self._gradients = [None if each.grad is None else each.grad.clone() for each in self._trained]
 
-    def begin(
-        self,
-        *,
-        examples: int,
-        total: int | None,
-        loss: Callable[[], float | None],
-        stop: Callable[[], bool] = lambda: False,
-        tag: int | None = None,
-    ) -> None:
-        self._asked_to_stop = stop
-        self.accumulate(examples=examples, total=total)
+    def begin(self, backward: BackwardPass) -> None:
+        self._asked_to_stop = backward.stop
+        self.accumulate(examples=backward.examples, total=backward.total)
 
     def finish(self) -> None:
         self._leave_out_borrowed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from paceline.interrupts import OF_SESSIONS, StopRequest
 from paceline.launch.environment import read_rank_and_size
 from paceline.launch.reports import report, supervised
 from paceline.peers.connect import connect
-from paceline.peers.exchange import Exchange
+from paceline.peers.exchange import BackwardPass, Exchange
 from paceline.peers.reducer import Outcome
 from paceline.policies import Policy
 from paceline.record.run import Run
@@ -31,6 +32,8 @@ from paceline.sessions.run_state import Position, RunState, open_run
 from paceline.sessions.session import Session, Step
 from paceline.sessions.timing import StepClock
 from paceline.train_state import TrainState
+
+logger = logging.getLogger("paceline")
 
 
 class PeersSession(Session):
@@ -75,7 +78,8 @@ class PeersSession(Session):
         )
         self._save_every, self._log_every = save_every, log_every
         self._injected_delays: InjectedDelays | None = None  # computing time to inject
-        self._bytes_told = 0  # of those exchanged
+        self._num_bytes = 0  # exchanged in the steps since the last line of metrics
+        self._num_bytes_before = 0  # of the update under way, in all
         self._request: StopRequest | None = None  # set where a signal is granted after the update under way
         self._asked_to_stop: Callable[[], bool] = lambda: False
         self._stopping = False  # a worker was asked to stop, and all know it
@@ -163,8 +167,14 @@ class PeersSession(Session):
             self._exchange.close()
 
     def _end_well(self) -> None:
+        if self._accumulating:
+            self._accumulating = False
+            logger.warning(
+                "worker %d: what was accumulated since step %d was not used; end with a step without accumulate=True",
+                self.rank,
+                self.steps,
+            )
         if self._to_be_saved():
-            self._accumulating = False  # gradients of an update that will not be are let go
             self.save()
         self._exchange.conclude()
 
@@ -185,6 +195,7 @@ class PeersSession(Session):
         fresh = not self._accumulating
         if fresh:
             self._begin_update(keep_buffers=False)
+            self._num_bytes_before = self._exchange.num_bytes
         own, total = self._count_examples(step)
         if step.accumulate:
             self._exchange.accumulate(examples=own, total=total)
@@ -197,9 +208,7 @@ class PeersSession(Session):
     def _arm(self, step: Step, examples: int, total: int | None) -> None:
         # Blocks and updates together: a worker that has failed in a block, or skipped an update, is found out.
         tag = 37 * self._blocks + self.steps
-        self._exchange.begin(
-            examples=examples, total=total, loss=lambda: self._loss_of(step), stop=self._asked_to_stop, tag=tag
-        )
+        self._exchange.begin(BackwardPass(examples, total, lambda: self._loss_of(step), self._asked_to_stop, tag))
 
     def _end(self, step: Step, error: BaseException | None) -> bool:
         self._current = None
@@ -228,6 +237,7 @@ class PeersSession(Session):
             self._update(step)
         self.steps += 1
         self._stopping = self._exchange.updated(self.steps) or self._stopping
+        self._num_bytes += self._exchange.num_bytes - self._num_bytes_before
         self._data.use()
         self._exchange.release()  # a backward pass between steps is the user's own
         if self._clock is not None:
@@ -260,8 +270,7 @@ class PeersSession(Session):
                 values["examples"] = self._examples
             values["seconds"] = asdict(self.timing)
             if self.world_size > 1:
-                told, self._bytes_told = self._bytes_told, self._exchange.num_bytes
-                values["bytes"] = self._bytes_told - told
+                values["bytes"], self._num_bytes = self._num_bytes, 0
             self._write("step", lr=rate, **values)
 
     # Being asked to stop ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from paceline.data.stream import BatchStream
 from paceline.errors import CheckpointError, UsageError
 from paceline.peers.exchange import Exchange
 from paceline.peers.tensors import average_into
-from paceline.policies import Policy
+from paceline.policies import Policy, ServerPolicy, parse_policy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
 from paceline.record.metrics import as_number
 from paceline.record.run import Run
@@ -120,8 +120,14 @@ class RunState:
         try:
             mismatch = self._train_state.mismatch(state["trainee"])
             parts = [state[part] for part in ("data", "session", "streams", "exchange")]
-        except (KeyError, TypeError, AttributeError) as error:
+            before = parse_policy(state["session"]["policy"])
+        except (KeyError, TypeError, AttributeError, UsageError) as error:
             raise CheckpointError(f"{file} does not hold the state of a session: {error!r}") from error
+        if isinstance(before, ServerPolicy) != isinstance(self._policy, ServerPolicy):
+            raise CheckpointError(
+                f"{file} was made under {before}, and the run is to go on under {self._policy}: only one of them has a "
+                "server, which keeps other state; go on under a policy of the same kind, or begin a new run"
+            )
         if mismatch is not None or not all(isinstance(part, dict) for part in parts):
             raise CheckpointError(
                 f"{file} belongs to something else: {mismatch or 'its parts are no session'}; give join() what the run "
@@ -145,11 +151,12 @@ class RunState:
         return position
 
     def _load_replica(self, state: Mapping[str, Any]) -> None:
-        """Load this worker's own replica, or, if there were another number of them, their average."""
+        """Load this worker's own replica; or their average, if there were others, or if all are to be alike now."""
         replicas = state.get("replicas") or []
-        own = replicas[self._exchange.rank] if len(replicas) == self._exchange.world_size else state
+        as_many = self._exchange.replicas_differ and len(replicas) == self._exchange.world_size
+        own = replicas[self._exchange.rank] if as_many else state
         self._train_state.load_state_dict(own["trainee"])
-        if not replicas or own is not state:
+        if as_many or not replicas:
             self._exchange.load_state_dict(own["exchange"])
         else:
             average_into(self._train_state.model, [replica["trainee"]["model"] for replica in replicas])
