@@ -430,7 +430,7 @@ def test_soak_on_two_groups(tmp_path: Path) -> None:
         (lambda group: group.broadcast(0, 1, "int8", 1), "root: wanted a rank from 0 to 0"),
         (lambda group: group.send(0, 1, "int8", 3), "receiver: wanted a rank"),
         (lambda group: group.gather(0, None, 1, "int8", 0), "must pass one piece per rank"),
-        (lambda group: group.allocate(0), "at least one byte"),
+        (lambda group: group.allocate(0), "wanted from 1 to 2"),
     ],
 )
 def test_wrong_calls_are_refused(wrong: Callable[[SharedGroup], object], says: str, tmp_path: Path) -> None:

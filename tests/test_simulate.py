@@ -155,7 +155,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "seconds": (["--problem", "digits", "--seconds", "0"], "seconds must be above 0"),
     "commits of a problem": (["--problem", "digits", "--commits", "5"], "--commits.*--seconds"),
     "seconds without a problem": (["--seconds", "5"], "--seconds.*--commits"),
-    "model without a problem": (["--model", "net1"], "--model is of.*--problem digits"),
+    "model without a problem": (["--model", "net1"], "--model is for.*--problem digits"),
     "problem": (["--problem", "digit"], "Did you mean 'digits'"),
     "target without problem": (["--target", "0.9"], "name the problem too"),
     "depth": (["--depth", "formule"], "Did you mean 'formula'"),

@@ -372,7 +372,7 @@ def test_a_disk_that_is_full_does_not_cost_the_table(
         (["optimizers", "--target", "101"], "target is a percentage"),
         (["optimizers", "--target", "nan"], "target is a percentage"),
         (["optimizers", "--problem", "mnits"], "Did you mean 'mnist'?"),
-        (["optimizers", "--problem", "quadratic"], "judged by excess"),
+        (["optimizers", "--problem", "quadratic"], "the metric of 'quadratic' is excess"),
         (["optimizers", "--problem", "digits", "--batch-size", "2000"], "batch of 2000"),
         (["optimizers", "--problem", "mnist", "--data", "nowhere"], "nowhere does not exist"),
         (["optimizers", "--no-such", "3"], "--no-such"),

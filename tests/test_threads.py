@@ -94,10 +94,10 @@ def test_a_run_has_the_threads_that_the_user_set(
 def test_workers_of_a_small_problem_get_one_thread_each(
     problem: str, asked: str | None, given: str, paceline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outfits: list[dict[str, str]] = []
+    environments: list[dict[str, str]] = []
 
     def supervise(*_: Any, workers: int, environment: dict[str, str] | None, **__: Any) -> int:
-        outfits.append(ProcessEnvironment(workers=workers, port=1, base=environment).worker(0))
+        environments.append(ProcessEnvironment(workers=workers, port=1, base=environment).worker(0))
         return 1
 
     if asked is not None:
@@ -105,7 +105,7 @@ def test_workers_of_a_small_problem_get_one_thread_each(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr("paceline.launch.supervisor.supervise", supervise)
     paceline("train", problem, "--workers", "2")
-    assert [process_environment["OMP_NUM_THREADS"] for process_environment in outfits] == [given]
+    assert [process_environment["OMP_NUM_THREADS"] for process_environment in environments] == [given]
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
