@@ -48,7 +48,7 @@ def samples(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(count))
 
 
-def seen_trainee(count: int) -> TrainState:
+def seen_state(count: int) -> TrainState:
     model = Seen(count)
     return TrainState(model=model, optimizers=[Ledger(model)])
 

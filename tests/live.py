@@ -57,7 +57,7 @@ class Weights(nn.Module):
         return float(self.weights[0].detach().flatten()[0])
 
 
-def weights_trainee(*shapes: int, **options: Any) -> TrainState:
+def weights_state(*shapes: int, **options: Any) -> TrainState:
     """Weights that a step moves by minus their gradient."""
     model = Weights(*shapes)
     return TrainState(model=model, optimizers=[SGD(model.parameters(), lr=1.0)], **options)
@@ -108,7 +108,7 @@ class Cluster:
         in_place_of: Cluster | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
-        self.train_state = train_state or weights_trainee()
+        self.train_state = train_state or weights_state()
         self.policy = cast(ServerPolicy, parse_policy(policy))
         self.host: Any = host or Recorder()
         self.queue = queue or WorkQueue()

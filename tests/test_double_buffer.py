@@ -70,7 +70,7 @@ KEPT = list(OPTIMIZERS)
 
 
 class Server:
-    """A model whose updates are kept in a vault; the gradients of an update depend on its number alone."""
+    """A model whose updates are kept in a double buffer; the gradients of an update depend on its number alone."""
 
     def __init__(self, file: int, optimizer: str, size: int = 40) -> None:
         torch.manual_seed(0)

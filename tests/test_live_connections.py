@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from led_by_hand import Hand
-from ledger import samples, seen_trainee, times_used, train
-from live import DEADLINE, TOKEN, Cluster, Weights, host_and_port, weights_trainee
+from ledger import samples, seen_state, times_used, train
+from live import DEADLINE, TOKEN, Cluster, Weights, host_and_port, weights_state
 
 from paceline.errors import CommError
 from paceline.server import client as client_module
@@ -40,7 +40,7 @@ def remote(cluster: Cluster, rank: int, address: str | None = None) -> Hand:
 
 @pytest.mark.parametrize("over_tcp", [False, True])
 def test_a_worker_that_reads_nothing_keeps_nobody_waiting_and_gets_whole_versions(over_tcp: bool) -> None:
-    with Cluster("async", weights_trainee(LARGE)) as cluster:
+    with Cluster("async", weights_state(LARGE)) as cluster:
         address = cluster.tcp_address if over_tcp else cluster.address
         slow, quick = (remote(cluster, rank, address) for rank in range(2))
         quick.ask()
@@ -57,7 +57,7 @@ def test_a_worker_that_reads_nothing_keeps_nobody_waiting_and_gets_whole_version
 
 
 def test_steps_that_are_overtaken_on_their_way_do_not_pile_up() -> None:
-    with Cluster("k-sync(k=1)", weights_trainee(LARGE)) as cluster:
+    with Cluster("k-sync(k=1)", weights_state(LARGE)) as cluster:
         slow, quick = remote(cluster, 0), remote(cluster, 1)
         slow.ask()
         quick.ask()
@@ -73,7 +73,7 @@ def test_steps_that_are_overtaken_on_their_way_do_not_pile_up() -> None:
 
 
 def test_who_takes_nothing_for_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Cluster("async", weights_trainee(LARGE)) as cluster:
+    with Cluster("async", weights_state(LARGE)) as cluster:
         slow, quick = remote(cluster, 0), remote(cluster, 1)
         slow.ask()
         quick.ask()
@@ -139,8 +139,8 @@ def test_a_whole_cluster_leaves_nothing_open() -> None:
 @pytest.mark.parametrize("while_computing", [False, True])
 def test_a_server_that_is_killed_and_started_again(over_tcp: bool, while_computing: bool) -> None:
     """At the same address, with the version, parameters and batches of the first: the worker goes on."""
-    own, dead = seen_trainee(COUNT), threading.Event()
-    first = Cluster("async", seen_trainee(COUNT), workers=1)
+    own, dead = seen_state(COUNT), threading.Event()
+    first = Cluster("async", seen_state(COUNT), workers=1)
 
     def kill() -> None:
         if not dead.is_set() and len(first.host.commits) >= 3:
@@ -159,7 +159,7 @@ def test_a_server_that_is_killed_and_started_again(over_tcp: bool, while_computi
             if not while_computing:
                 kill()
         time.sleep(0.05)  # the worker looks for it in vain
-        queue, train_state = WorkQueue(), seen_trainee(COUNT)
+        queue, train_state = WorkQueue(), seen_state(COUNT)
         queue.load_state_dict(first.queue.state_dict())
         train_state.model.load_state_dict(first.train_state.model.state_dict())
         version = first.host.commits[-1].version

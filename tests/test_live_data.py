@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from led_by_hand import Hand, wait_until_read
-from ledger import Ledger, Seen, samples, seen_trainee, times_used, train
+from ledger import Ledger, Seen, samples, seen_state, times_used, train
 from live import DEADLINE, Cluster
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -30,7 +30,7 @@ class Pair:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.hand = Hand(cluster, 1, model=Seen(COUNT))
-        self.own = seen_trainee(COUNT)
+        self.own = seen_state(COUNT)
         self.session: WorkerSession = cluster.session(self.own, 0)
 
     def advance(self) -> None:
@@ -58,7 +58,7 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with Cluster("k-sync(k=1)", seen_trainee(COUNT)) as cluster:
+    with Cluster("k-sync(k=1)", seen_state(COUNT)) as cluster:
         pair = Pair(cluster)
         with pair.session:
             yield pair
@@ -369,7 +369,7 @@ def test_other_settings_of_the_optimizer_are_looked_at_too(pair: Pair, caplog: p
 
 def test_a_scheduler_that_the_server_steps_changes_nothing_on_a_worker(caplog: pytest.LogCaptureFixture) -> None:
     def scheduled() -> TrainState:
-        train_state = seen_trainee(COUNT)
+        train_state = seen_state(COUNT)
         return replace(train_state, schedulers=[StepLR(train_state.optimizers[0], step_size=1, gamma=0.5)])
 
     with Cluster("async", scheduled(), workers=1) as cluster:

@@ -13,14 +13,14 @@ from paceline.train_state import TrainState
 from paceline.transport.messages import Warned
 
 
-def trainee_of(model: nn.Module) -> TrainState:
+def state_of(model: nn.Module) -> TrainState:
     return TrainState(model=model, optimizers=[SGD(model.parameters(), lr=1.0)])
 
 
 def test_halves_do_not_overflow_on_their_way() -> None:
     """A mean is no larger than its parts, though the sum over examples would be."""
     model = Weights(3).half()
-    with Cluster("sync", trainee_of(model), workers=2) as cluster:
+    with Cluster("sync", state_of(model), workers=2) as cluster:
         hands = [Hand(cluster, rank, model=Weights(3).half()) for rank in range(2)]
         for hand in hands:
             hand.ask()
@@ -50,7 +50,7 @@ def test_a_push_of_no_examples_alone() -> None:
 
 def test_buffers_of_no_examples_are_left_alone() -> None:
     model = nn.BatchNorm1d(3)
-    with Cluster("async", trainee_of(model), workers=1) as cluster:
+    with Cluster("async", state_of(model), workers=1) as cluster:
         hand = Hand(cluster, model=nn.BatchNorm1d(3))
         hand.ask()
         hand.push(5.0, 5.0, examples=0)
@@ -61,7 +61,7 @@ def test_buffers_of_no_examples_are_left_alone() -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_buffer_that_is_no_longer_finite_is_left_out(value: float) -> None:
     model = nn.BatchNorm1d(3)
-    with Cluster("async", trainee_of(model), workers=1) as cluster:
+    with Cluster("async", state_of(model), workers=1) as cluster:
         hand = Hand(cluster, model=nn.BatchNorm1d(3))
         hand.ask()
         hand.push(1.0, 1.0, value)

@@ -44,7 +44,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def trainee_of(model: nn.Module, optimize: Optimize, *, schedule: bool = False, **options: Any) -> TrainState:
+def state_of(model: nn.Module, optimize: Optimize, *, schedule: bool = False, **options: Any) -> TrainState:
     optimizer = optimize(model)
     schedulers: list[LRScheduler] = [StepLR(optimizer, 3, gamma=0.5)] if schedule else []
     return TrainState(model=model, optimizers=[optimizer], schedulers=schedulers, **options)
@@ -91,8 +91,8 @@ def train_alone(train_state: TrainState, loss: Loss) -> None:
 @pytest.mark.parametrize("options", [{}, {"schedule": True}, {"clip_norm": 0.05}], ids=str)
 def test_sync_is_one_process_on_the_joined_batch(optimize: Optimize, options: dict[str, Any]) -> None:
     model = mlp()
-    alone = trainee_of(copy.deepcopy(model), optimize, **options)
-    together = trainee_of(model, optimize, **options)
+    alone = state_of(copy.deepcopy(model), optimize, **options)
+    together = state_of(model, optimize, **options)
     train_alone(alone, classify)
     cluster = trained_by_workers(together, classify)
     assert [commit.examples for commit in cluster.host.commits] == [sum(map(len, batches)) for batches in rounds()]
@@ -123,8 +123,8 @@ def choose(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 def test_parameters_that_some_workers_do_not_use(optimize: Optimize) -> None:
     """Each counts with zeros for those who do not use it; used by nobody, its optimizer does not see it at all."""
     model = Chooser()
-    alone = trainee_of(copy.deepcopy(model), optimize)
-    together = trainee_of(model, optimize)
+    alone = state_of(copy.deepcopy(model), optimize)
+    together = state_of(model, optimize)
     trained_by_workers(together, choose)
     for batches in rounds():
         alone.clear_gradients()
@@ -148,7 +148,7 @@ def test_sparse_gradients() -> None:
     def plain(model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=0.1)
 
-    alone, together = trainee_of(copy.deepcopy(table), plain), trainee_of(table, plain)
+    alone, together = state_of(copy.deepcopy(table), plain), state_of(table, plain)
     train_alone(alone, look_up)
     trained_by_workers(together, look_up)
     for mine, theirs in zip(together.model.parameters(), alone.model.parameters(), strict=True):
@@ -158,7 +158,7 @@ def test_sparse_gradients() -> None:
 def test_buffers_are_averaged_like_gradients() -> None:
     model = nn.Sequential(nn.BatchNorm1d(6, momentum=0.5), nn.Linear(6, 3))
     reference = copy.deepcopy(model)
-    trained_by_workers(trainee_of(model, lambda model: SGD(model.parameters(), lr=0.0)), classify)
+    trained_by_workers(state_of(model, lambda model: SGD(model.parameters(), lr=0.0)), classify)
     expected = {name: buffer.clone() for name, buffer in reference[0].named_buffers()}
     for batches in rounds():
         total = sum(len(places) for places in batches)
@@ -180,9 +180,9 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         return F.cross_entropy(model(inputs.to(dtype)).float(), targets)
 
     model = nn.Linear(6, 3).to(dtype)
-    alone = trainee_of(copy.deepcopy(model), momentum)
+    alone = state_of(copy.deepcopy(model), momentum)
     train_alone(alone, cast_and_classify)
-    trained_by_workers(trainee_of(model, momentum), cast_and_classify)
+    trained_by_workers(state_of(model, momentum), cast_and_classify)
     tolerance = 2e-2 if dtype != torch.float64 else 1e-6
     torch.testing.assert_close(model.weight, alone.model.weight, rtol=tolerance, atol=tolerance)
 
@@ -207,7 +207,7 @@ class Masked(nn.Module):
 def test_infinities_that_belong_to_a_buffer() -> None:
     model = Masked()
     before = model.linear.weight.detach().clone()
-    cluster = trained_by_workers(trainee_of(model, momentum), classify)
+    cluster = trained_by_workers(state_of(model, momentum), classify)
     assert len(cluster.host.commits) == len(rounds())
     assert not torch.equal(model.linear.weight, before)
     assert model.mask.tolist() == [0.0, -torch.inf, 0.0]

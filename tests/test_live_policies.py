@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import pytest
 import torch
-from ledger import samples, seen_trainee, times_used, train
+from ledger import samples, seen_state, times_used, train
 from live import Cluster
 
 from paceline.policies.state import ServerState
@@ -58,8 +58,8 @@ def work(session: WorkerSession, train_state: TrainState) -> tuple[list[bool], W
 @pytest.fixture(scope="module", params=POLICIES)
 def ended(request: pytest.FixtureRequest) -> Ended:
     """A run of three workers, to its end."""
-    with Cluster(request.param, seen_trainee(SAMPLES), workers=WORKERS) as cluster:
-        results = cluster.run([seen_trainee(SAMPLES) for _ in range(WORKERS)], work)
+    with Cluster(request.param, seen_state(SAMPLES), workers=WORKERS) as cluster:
+        results = cluster.run([seen_state(SAMPLES) for _ in range(WORKERS)], work)
         cluster.wait_for_end()
     return cluster, results
 
@@ -135,7 +135,7 @@ def test_nobody_runs_ahead_further_than_the_bound_of_ssp() -> None:
             clocks.append(max(state.clocks.values()) - min(state.clocks.values()))  # type: ignore[attr-defined]
             super().append(commit)
 
-    with Cluster("ssp(bound=1)", seen_trainee(SAMPLES), workers=WORKERS) as cluster:
+    with Cluster("ssp(bound=1)", seen_state(SAMPLES), workers=WORKERS) as cluster:
         cluster.host.commits = Watching()
-        cluster.run([seen_trainee(SAMPLES) for _ in range(WORKERS)], work)
+        cluster.run([seen_state(SAMPLES) for _ in range(WORKERS)], work)
     assert 1 <= max(clocks) <= 2, "one over the bound: from then on it waits"

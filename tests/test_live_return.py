@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from led_by_hand import Hand
-from ledger import Seen, samples, seen_trainee, times_used, train
+from ledger import Seen, samples, seen_state, times_used, train
 from live import DEADLINE, TOKEN, Cluster, Weights, host_and_port
 from torch.optim import SGD
 
@@ -81,7 +81,7 @@ class Network:
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with Cluster("sync", seen_trainee(COUNT)) as cluster:
+    with Cluster("sync", seen_state(COUNT)) as cluster:
         yield cluster
 
 
@@ -93,7 +93,7 @@ def network(cluster: Cluster) -> Iterator[Network]:
 
 
 def test_a_worker_comes_back_while_it_waits(cluster: Cluster, network: Network) -> None:
-    other, own = Hand(cluster, 1, model=Seen(COUNT)), seen_trainee(COUNT)
+    other, own = Hand(cluster, 1, model=Seen(COUNT)), seen_state(COUNT)
     with cluster.session(own, 0, address=network.address) as session:
         other.ask()
 
@@ -116,7 +116,7 @@ def test_a_worker_comes_back_while_it_waits(cluster: Cluster, network: Network) 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_worker_comes_back_after_computing(cluster: Cluster, network: Network, accumulate: bool) -> None:
     """What it has computed is not wanted any more: its batch was given back when it was gone."""
-    own = seen_trainee(COUNT)
+    own = seen_state(COUNT)
     cluster.server.worker_is_gone(1)
     with cluster.session(own, 0, address=network.address) as session:
         given = []
@@ -149,11 +149,11 @@ def test_connections_that_are_lost_again_and_again(policy: str) -> None:
             done.set()
         all_done.wait(DEADLINE)
 
-    with Cluster(policy, seen_trainee(COUNT), workers=workers) as cluster:
+    with Cluster(policy, seen_state(COUNT), workers=workers) as cluster:
         networks = [Network(cluster.tcp_address) for _ in range(workers)]
 
         def one(rank: int) -> None:
-            own = seen_trainee(COUNT)
+            own = seen_state(COUNT)
             with cluster.session(own, rank, address=networks[rank].address) as session:
                 work(session, own)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from led_by_hand import Hand, batches, cluster_of_hands
-from ledger import Seen, samples, seen_trainee, times_used, train
-from live import DEADLINE, Cluster, weights_trainee
+from ledger import Seen, samples, seen_state, times_used, train
+from live import DEADLINE, Cluster, weights_state
 
 from paceline.errors import CommError
 from paceline.policies import parse_policy
@@ -70,8 +70,8 @@ def test_a_checkpoint_asked_for_while_the_data_ends() -> None:
             assert session.save("there") == (Path("there") if session.rank == 0 else None)
         return cancelled
 
-    with Cluster("async", seen_trainee(8), workers=2) as cluster:
-        cluster.run([seen_trainee(8) for _ in range(2)], work)
+    with Cluster("async", seen_state(8), workers=2) as cluster:
+        cluster.run([seen_state(8) for _ in range(2)], work)
     assert times_used(cluster) == [2.0] * 8
 
 
@@ -117,13 +117,13 @@ def test_a_run_goes_on_where_its_server_was_stopped(tmp_path: Path, policy: str,
         with contextlib.suppress(CommError):
             work(session, own)
 
-    with Watched(tmp_path, seen_trainee(COUNT), policy) as host, host.cluster() as cluster:
+    with Watched(tmp_path, seen_state(COUNT), policy) as host, host.cluster() as cluster:
         host.then = lambda: cluster.stop() if len(host.commits) >= commits else None
-        cluster.run([seen_trainee(COUNT) for _ in range(WORKERS)], work_until_told_to_stop)
+        cluster.run([seen_state(COUNT) for _ in range(WORKERS)], work_until_told_to_stop)
     used += torch.tensor(times_used(cluster))
-    with Watched(tmp_path, seen_trainee(COUNT), policy, resume=True) as host, host.cluster() as cluster:
+    with Watched(tmp_path, seen_state(COUNT), policy, resume=True) as host, host.cluster() as cluster:
         assert host.steps >= commits
-        cluster.run([seen_trainee(COUNT) for _ in range(WORKERS)], work)
+        cluster.run([seen_state(COUNT) for _ in range(WORKERS)], work)
         cluster.wait_for_end()
     used += torch.tensor(times_used(cluster))
     assert used.tolist() == [EPOCHS] * COUNT
@@ -134,7 +134,7 @@ def test_a_run_goes_on_where_its_server_was_stopped(tmp_path: Path, policy: str,
 
 def test_a_run_goes_on_from_a_checkpoint_that_a_worker_asked_for(tmp_path: Path) -> None:
     """What was done after it is done again."""
-    with Watched(tmp_path / "first", seen_trainee(COUNT), "async") as host, host.cluster() as cluster:
+    with Watched(tmp_path / "first", seen_state(COUNT), "async") as host, host.cluster() as cluster:
         hands = [Hand(cluster, rank, model=Seen(COUNT)) for rank in range(2)]
         data = Data(COUNT, 2, "short", shuffle=True)
         for hand in hands:
@@ -158,21 +158,21 @@ def test_a_run_goes_on_from_a_checkpoint_that_a_worker_asked_for(tmp_path: Path)
 
 def test_a_checkpoint_holds_the_model_alone(tmp_path: Path) -> None:
     """Not the memory that is shared with the workers, in which the parameters lie."""
-    with Watched(tmp_path, weights_trainee(100_000), "sync") as host, host.cluster():
+    with Watched(tmp_path, weights_state(100_000), "sync") as host, host.cluster():
         file = host.save()
         assert file is not None and file.stat().st_size < 2 * 400_000
 
 
 def test_the_server_saves_every_so_many_commits(tmp_path: Path) -> None:
-    train_state = seen_trainee(COUNT)
+    train_state = seen_state(COUNT)
     with Watched(tmp_path, train_state, "async", save_every=4) as host, host.cluster() as cluster:
-        cluster.run([seen_trainee(COUNT) for _ in range(WORKERS)], work)
+        cluster.run([seen_state(COUNT) for _ in range(WORKERS)], work)
         steps = [int(file.stem.removeprefix("step-")) for file in host.run.checkpoints.files()]  # type: ignore[union-attr]
     assert steps == [EPOCHS * COUNT // 2 // 4 * 4 - 4 * back for back in (2, 1, 0)]
 
 
 def test_a_worker_records_what_it_likes(tmp_path: Path) -> None:
-    with Watched(tmp_path, weights_trainee(), "async") as host, host.cluster() as cluster:
+    with Watched(tmp_path, weights_state(), "async") as host, host.cluster() as cluster:
         hand = Hand(cluster, 0)
         hand.say(Record("mine", '{"event": 1, "self": 2, "time": 3, "step": 4, "worker": 9}'))
         hand.ask()

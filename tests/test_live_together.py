@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from led_by_hand import Hand, batches, cluster_of_hands
-from ledger import samples, seen_trainee, times_used
+from ledger import samples, seen_state, times_used
 from live import Cluster
 
 from paceline.sessions.worker import WorkerSession
@@ -34,8 +34,8 @@ def test_the_mean_of_numbers_and_tensors(shape: tuple[int, ...]) -> None:
         by_examples = session.mean(values, examples=session.rank + 1)
         return [session.mean(values), by_examples, session.mean(torch.tensor(session.rank))]
 
-    with Cluster("async", seen_trainee(2), workers=3) as cluster:
-        results = cluster.run([seen_trainee(2) for _ in range(3)], work)
+    with Cluster("async", seen_state(2), workers=3) as cluster:
+        results = cluster.run([seen_state(2) for _ in range(3)], work)
     base = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     for plain, by_examples, of_whole_numbers in results:
         torch.testing.assert_close(plain, base + 1)
@@ -44,7 +44,7 @@ def test_the_mean_of_numbers_and_tensors(shape: tuple[int, ...]) -> None:
 
 
 def test_a_mean_of_nothing_is_none() -> None:
-    with Cluster("async", seen_trainee(2), workers=1) as cluster, cluster.session(seen_trainee(2)) as session:
+    with Cluster("async", seen_state(2), workers=1) as cluster, cluster.session(seen_state(2)) as session:
         assert torch.isnan(session.mean(1.0, examples=0))
 
 
@@ -84,8 +84,8 @@ def test_who_has_stopped_training_holds_up_nobody(policy: str) -> None:
                 break
         return steps, float(session.mean(float(steps)))
 
-    with Cluster(policy, seen_trainee(COUNT), workers=3) as cluster:
-        results = cluster.run([seen_trainee(COUNT) for _ in range(3)], work)
+    with Cluster(policy, seen_state(COUNT), workers=3) as cluster:
+        results = cluster.run([seen_state(COUNT) for _ in range(3)], work)
     assert [steps for steps, _ in results] == [3, 7, 11]
     assert {mean for _, mean in results} == {7.0}
 
@@ -100,8 +100,8 @@ def test_training_goes_on_after_a_mean_in_the_middle_of_an_epoch() -> None:
                 means.append(float(session.mean(float(session.rank))))
         return means
 
-    with Cluster("sync", seen_trainee(COUNT), workers=3) as cluster:
-        assert cluster.run([seen_trainee(COUNT) for _ in range(3)], work) == 3 * [[1.0, 1.0]]
+    with Cluster("sync", seen_state(COUNT), workers=3) as cluster:
+        assert cluster.run([seen_state(COUNT) for _ in range(3)], work) == 3 * [[1.0, 1.0]]
     assert times_used(cluster) == [2.0] * COUNT
 
 
@@ -143,17 +143,17 @@ def test_one_who_comes_when_the_others_average_the_epoch_before(policy: str) -> 
 
     def late() -> list[float]:
         cluster.until(lambda: cluster.queue.described and cluster.queue.epoch == 1)
-        own = seen_trainee(COUNT)
+        own = seen_state(COUNT)
         with cluster.session(own, 2) as session:
             return epochs_of(session, own, begun)
 
     def early(rank: int) -> list[float]:
-        own = seen_trainee(COUNT)
+        own = seen_state(COUNT)
         with cluster.session(own, rank) as session:
             return epochs_of(session, own, [])
 
     begun: list[int] = []
-    with Cluster(policy, seen_trainee(COUNT), workers=2) as cluster:
+    with Cluster(policy, seen_state(COUNT), workers=2) as cluster:
         first, second, third = cluster.together([lambda: early(0), lambda: early(1), late])
     assert begun == [1, 2]
     assert first == second == [0.5, 1.0, 1.0]

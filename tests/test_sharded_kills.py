@@ -17,7 +17,7 @@ from paceline.replay.plan import read_plan
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak]
 
-# In every incarnation of the servers one kills itself: which, at a method of its vault, before or behind it,
+# In every incarnation of the servers one kills itself: which, at a method of its double buffer, before or behind it,
 # after how many commits.
 KILLS = """
 import os, signal
@@ -26,19 +26,19 @@ from paceline.store.double_buffer import DoubleBuffer
 
 def count():
     before = DoubleBuffer.before_update
-    def counted(vault):
+    def counted(buffer):
         global made
         made += 1
-        before(vault)
+        before(buffer)
     DoubleBuffer.before_update = counted
 
 def kill_at(name, when, commits):
     method = getattr(DoubleBuffer, name)
-    def killed(vault, *arguments):
+    def killed(buffer, *arguments):
         due = made >= commits
         if due and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        method(vault, *arguments)
+        method(buffer, *arguments)
         if made >= commits and when == "behind":
             os.kill(os.getpid(), signal.SIGKILL)
     setattr(DoubleBuffer, name, killed)

@@ -106,7 +106,7 @@ def test_a_server_that_fails_by_itself_ends_the_run(bench: Bench) -> None:
 from paceline.store.double_buffer import DoubleBuffer
 def before_join():
     if place.role == "server" and place.shard == 1:
-        DoubleBuffer.before_update = lambda vault: 1 / 0
+        DoubleBuffer.before_update = lambda buffer: 1 / 0
 def in_step(session):
     pass
 """

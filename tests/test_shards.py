@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from led_by_hand import Hand
 from ledger import samples
-from live import weights_trainee
+from live import weights_state
 from same_bits import assert_same
 from sharded import ShardedCluster, lead, pushers
 from test_live_saving import Watched
@@ -129,7 +129,7 @@ def test_buffers_and_what_is_not_trained_stay_with_the_first_server() -> None:
 
 def versions(count: int = 5) -> TrainState:
     """Tensors that all hold the version, which a gradient of -1 moves on."""
-    return weights_trainee(*range(2000, 2000 + count))
+    return weights_state(*range(2000, 2000 + count))
 
 
 def held(model: nn.Module) -> list[float]:
@@ -269,7 +269,7 @@ def test_only_the_first_server_gives_orders() -> None:
 
 def test_too_few_tensors_are_refused() -> None:
     with pytest.raises(UsageError, match=r"2 trained tensors cannot be dealt out to 3 servers.*--servers 2"):
-        layouts_of(weights_trainee(3, 4).model, 3)
+        layouts_of(weights_state(3, 4).model, 3)
 
 
 def test_parameters_and_gradients_that_are_sealed_on_their_way() -> None:
