@@ -39,7 +39,8 @@ class Ledger(SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (parameter,) = self.param_groups[0]["params"]
-        self.gradients.append(parameter.grad.clone())
+        none = torch.zeros_like(parameter)  # of a commit of no examples
+        self.gradients.append(none if parameter.grad is None else parameter.grad.clone())
         super().step()
 
 

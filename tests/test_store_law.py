@@ -257,7 +257,7 @@ def replayed_as_script(case: Case, trace: Path, order: Sequence[int], has_step: 
     listener = Listener(TOKEN)
     address = listener.bind("tcp://127.0.0.1:0")
     train_state = case.train_state()
-    server = ReplayServer(train_state, Trace(trace), listener)
+    server = ReplayServer(train_state, Trace(trace), listener, keeps_pushes=True)
     failures: list[BaseException] = []
 
     def work(rank: int) -> None:
@@ -284,6 +284,9 @@ def replayed_as_script(case: Case, trace: Path, order: Sequence[int], has_step: 
     for thread in threads:
         thread.join(10.0)
     assert not failures and replayed.difference is None, (failures, replayed.difference)
+    last = read_plan(Trace(trace)).commits[-1:]
+    wanted = [(push.told.rank, push.told.step) for commit in last for push in commit.pushes]
+    assert [(push.worker, push.step) for push in server.last_pushes()] == wanted
     return outcome_of(train_state, replayed.commits)
 
 

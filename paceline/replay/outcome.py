@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from paceline.store.layout import Arena, ModelLayouts
+
 Tell = Callable[[int, int], None]
 """Told now and then how many commits are done, and of how many."""
 
@@ -26,6 +28,13 @@ class ReplayedPush(NamedTuple):
     version: int  # of the parameters that it was computed from
     loss: float
     gradients: dict[str, Tensor]  # by the parameter's name; none for one that had no part in the loss
+
+
+def gradients_of(layouts: ModelLayouts, push: Arena, used: bytes) -> dict[str, Tensor]:
+    """Copy the gradients of a push, by name; ``used`` has a bit for each parameter that has one."""
+    bits = int.from_bytes(used, "little")
+    named = zip(layouts.trained_names, push.views, strict=False)
+    return {name: view.clone() for position, (name, view) in enumerate(named) if bits >> position & 1}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from paceline.launch.environment import ReplayOrder, ServerAssignment
 from paceline.launch.reports import report
 from paceline.record import trace as traced
 from paceline.record.fingerprints import hash_of, state_tensors
-from paceline.replay.outcome import Differs, Replayed, ReplayedPush, same_bits
+from paceline.replay.outcome import Differs, Replayed, ReplayedPush, gradients_of, same_bits
 from paceline.replay.reads import Read, read_versions
 from paceline.server.averages import Average
 from paceline.store.gathering import adopt, examine
@@ -103,8 +103,8 @@ class ReplayServer:
         self._ranks: dict[Peer, int] = {}
         self._averaged: dict[int, dict[int, wire.Mean]] = defaultdict(dict)  # means under way: parts by rank
         self._keeps_pushes = keeps_pushes  # for somebody to look at
-        self._pushes: list[ReplayedPush] = []  # since the last commit; of the last one when there is none
-        self._committed = True
+        self._kept: dict[PushKey, ReplayedPush] = {}  # those of them that wait for a commit
+        self._pushes: list[ReplayedPush] = []  # those of the last commit
         self._counts = {"commits": 0, "pushes": 0, "hashes": 0}
         self._version, self._told_at = 0, 0.0
 
@@ -123,6 +123,10 @@ class ReplayServer:
         digest = hash_of(state_tensors(self._train_state.model)).hex()
         return Replayed(version=self._version, **self._counts, digest=digest, difference=difference, whole=whole)
 
+    def last_pushes(self) -> list[ReplayedPush]:
+        """What the last commit was made of, if pushes are kept."""
+        return self._pushes
+
     def open_shell(self, reading: int, writing: int) -> None:
         """Let somebody look at the parameters as they are, and at what the last commit was made of.
 
@@ -132,7 +136,7 @@ class ReplayServer:
             "model": self._train_state.model,
             "optimizer": self._train_state.optimizers[0],
             "version": self._version,
-            "pushes": self._pushes,
+            "pushes": self.last_pushes(),
         }
         banner = f"version {self._version}: {', '.join(names)}; a push has {', '.join(ReplayedPush._fields)}"
         with (
@@ -239,7 +243,7 @@ class ReplayServer:
                 self._listener.forget(worker.peer)
             self._workers, self._ranks = {}, {}
             self._store.forget()
-            self._shares = []
+            self._shares, self._kept = [], {}
 
     def _let_in(self, record: traced.Joined) -> None:
         calls = self._calls[record.rank]
@@ -247,7 +251,7 @@ class ReplayServer:
         peer, hello = calls.popleft()
         if tuple(tuple(entry) for entry in hello.model) != self._model:
             raise UsageError(f"worker {record.rank} has another model than the server; is the script the same?")
-        room = Arena(self._layouts.up, torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8))
+        room = Arena(self._layouts.up)
         peer.tensors = Pieces(memory_of(room.memory))
         self._workers[record.rank] = _Worker(peer=peer, process=hello.pid, room=room)
         self._ranks[peer] = record.rank
@@ -319,17 +323,9 @@ class ReplayServer:
         key = PushKey(record.rank, record.step)
         self._store.take(key, worker.room, examples=push.examples, used=push.used)
         if self._keeps_pushes:
-            self._keep(record, push, worker.room)
+            gradients = gradients_of(self._layouts, worker.room, push.used)
+            self._kept[key] = ReplayedPush(record.rank, record.step, record.version, push.loss, gradients)
         self._counts["pushes"] += 1
-
-    def _keep(self, record: traced.Pushed, push: wire.PushMessage, room: Arena) -> None:
-        """Remember a push for whoever wants to look at the commit that it is part of."""
-        if self._committed:
-            self._pushes, self._committed = [], False
-        used = int.from_bytes(push.used, "little")
-        named = zip(self._layouts.trained_names, room.views, strict=False)
-        gradients = {name: view.clone() for position, (name, view) in enumerate(named) if used >> position & 1}
-        self._pushes.append(ReplayedPush(record.rank, record.step, record.version, push.loss, gradients))
 
     def _warn(self, record: traced.NotFinite) -> None:
         worker = self._workers[record.rank]
@@ -342,8 +338,11 @@ class ReplayServer:
         self._wait(self._all_told, f"pushes before version {record.version}")
         self._listener.keep_what_waits()
         self._store.commit(self._shares or None)
+        if self._keeps_pushes:
+            keys = [share.push for share in self._shares] or [*self._kept]
+            self._pushes = [self._kept.pop(key) for key in keys]
         self._shares = []
-        self._version, self._committed = record.version, True
+        self._version = record.version
         self._counts["commits"] += 1
         if time.monotonic() > self._told_at + _TELL_EVERY:
             self._told_at = time.monotonic()

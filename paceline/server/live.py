@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from paceline.errors import PacelineError, UsageError, WireError
 from paceline.policies import messages as decided
 from paceline.policies.server import ServerPolicy
@@ -247,18 +245,16 @@ class LiveServer:
         self._check_model(hello)
         rank = self._rank_for(hello)
         local = hello.local and rank < self._workers and not peer.remote
-        gradients = self._memory.slot(rank) if local else torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8)
+        gradients = Arena(self._layouts.up, self._memory.slot(rank) if local else None)
         if not local:
-            peer.tensors = Pieces(memory_of(gradients))
+            peer.tensors = Pieces(memory_of(gradients.memory))
         if not peer.remote and not self._listener.watch(peer, hello.pid):
             return  # gone again
         if rank in self._members:  # it was taken for alive, or has lost its connection
             self._listener.forget(self._members[rank].peer)
             self._leave(self._members[rank])
         figures = self._figures.setdefault(rank, Figures())
-        member = Member(
-            rank=rank, peer=peer, gradients=Arena(self._layouts.up, gradients), local=local, figures=figures
-        )
+        member = Member(rank=rank, peer=peer, gradients=gradients, local=local, figures=figures)
         if self._queue.epoch > self._start_epoch:
             member.first_epoch = self._queue.epoch
         self._members[rank] = self._by_peer[peer] = member

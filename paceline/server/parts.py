@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from paceline.errors import CommError
@@ -56,9 +55,7 @@ class _DistantPart:
 
     def __init__(self, layouts: ModelLayouts, address: str, *, token: bytes, sealed: bool, rank: int) -> None:
         self._layouts = layouts
-        self._gradients, parameters = (
-            Arena(layout, torch.zeros(layout.nbytes, dtype=torch.uint8)) for layout in (layouts.up, layouts.down)
-        )
+        self._gradients, parameters = Arena(layouts.up), Arena(layouts.down)
         self._parameter_views = parameters.views
         self._into = Pieces(memory_of(parameters.memory))
         self._version = -1  # of the parameters that have come

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from paceline.errors import CommError, WireError
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
@@ -24,7 +22,7 @@ from paceline.transport.pieces import Pieces
 
 _TICK = 0.2  # seconds between two looks at whether we are asked to stop
 TIME_TO_BE_ENDED = 30.0  # seconds: if another server was killed, the supervisor ends us too, and starts all anew
-_REMEMBERED = 8  # answers: more orders are never under way
+_REMEMBERED = 8  # answers
 
 
 class _Part:
@@ -108,8 +106,7 @@ class ShardServer:
     # Workers -----------------------------------------------------------------------------------------------------
 
     def _attach(self, peer: Peer, rank: int) -> None:
-        memory = torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8)
-        self._parts[rank] = _Part(peer, Arena(self._layouts.up, memory))
+        self._parts[rank] = _Part(peer, Arena(self._layouts.up))
         peer.send(wire.Took(0))
 
     def _note_part(self, peer: Peer, step: int) -> None:

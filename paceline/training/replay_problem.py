@@ -7,7 +7,6 @@ at a version, the replay computes all pushes of that version, and keeps each unt
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from paceline.data.numbered import NumberedBatches
 from paceline.data.sampler import ShardedSampler
@@ -18,7 +17,7 @@ from paceline.policies.server import ServerPolicy
 from paceline.problems import Problem
 from paceline.record.fingerprints import checksum_of, hash_of, state_tensors
 from paceline.record.trace import Pushed
-from paceline.replay.outcome import Differs, Replayed, ReplayedPush, Tell, same_bits
+from paceline.replay.outcome import Differs, Replayed, ReplayedPush, Tell, gradients_of, same_bits
 from paceline.replay.plan import Plan, RecordedCommit
 from paceline.store.gathering import adopt
 from paceline.store.layout import Arena, ModelLayouts
@@ -92,27 +91,20 @@ class ProblemReplay:
     def last_pushes(self) -> list[ReplayedPush]:
         """The pushes of the last commit."""
         return [
-            ReplayedPush(told.rank, told.step, told.version, push.loss, self._gradients(push))
+            ReplayedPush(told.rank, told.step, told.version, push.loss, gradients)
             for push in self._committed
             for told in (push.recorded.told,)
+            for gradients in (gradients_of(self._layouts, push.gradients, push.filled.used),)
         ]
-
-    def _gradients(self, push: ComputedPush) -> dict[str, Tensor]:
-        used = int.from_bytes(push.filled.used, "little")
-        named = zip(self._layouts.trained_names, push.gradients.views, strict=False)
-        return {name: view.clone() for index, (name, view) in enumerate(named) if used >> index & 1}
 
     def _compute_pushes(self) -> None:
         """Compute and compare all pushes of the present version."""
         for recorded in self._computed_from.pop(self.version, ()):
-            arena = self._free.pop() if self._free else self._new_arena()
+            arena = self._free.pop() if self._free else Arena(self._layouts.up)
             push = self._worker.compute(recorded, self._parameters, arena)
             self._compare(push)
             self._waiting[recorded.told] = push
             self._pushes += 1
-
-    def _new_arena(self) -> Arena:
-        return Arena(self._layouts.up, torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8))
 
     def _compare(self, push: ComputedPush) -> None:
         recorded = push.recorded.told

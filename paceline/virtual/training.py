@@ -117,7 +117,7 @@ class GradientWork:
         torch.autograd.backward(loss)
         if self._replicas.buffers:
             self._keep_buffers(worker)
-        arena = self._free.pop() if self._free else self._new_arena()
+        arena = self._free.pop() if self._free else Arena(self._layouts.up)
         self._done[PushKey(worker, step)] = arena, fill_push(self._replicas, arena).used, number
         return float(loss.detach()), len(inputs)
 
@@ -127,9 +127,6 @@ class GradientWork:
         views = self._replicas.down.views(self._loaded)[len(self._replicas.parameters) :]
         for view, buffer in zip(views, self._replicas.buffers, strict=True):
             view.copy_(buffer)
-
-    def _new_arena(self) -> Arena:
-        return Arena(self._layouts.up, torch.zeros(self._layouts.up.nbytes, dtype=torch.uint8))
 
     def drop(self, push: Push) -> None:
         arena, _, number = self._done.pop(PushKey(push.worker, push.step))
