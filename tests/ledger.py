@@ -39,7 +39,8 @@ class Ledger(SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (parameter,) = self.param_groups[0]["params"]
-        self.gradients.append(parameter.grad.clone())
+        # A commit of pushes without examples leaves no gradient.
+        self.gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
         super().step()
 
 
