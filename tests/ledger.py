@@ -39,8 +39,8 @@ class Ledger(SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (parameter,) = self.param_groups[0]["params"]
-        none = torch.zeros_like(parameter)  # of a commit of no examples
-        self.gradients.append(none if parameter.grad is None else parameter.grad.clone())
+        # A commit of pushes without examples leaves no gradient.
+        self.gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
         super().step()
 
 

@@ -212,7 +212,7 @@ def test_another_takes_the_place_before_the_policy_is_known(bench: Bench) -> Non
 
 
 def test_workers_that_never_join_are_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_MOST_FRUITLESS", 3)
+    monkeypatch.setattr(service, "_MOST_FAILED_STARTS", 3)
     ended = run(
         bench,
         """
@@ -261,7 +261,7 @@ def test_servers_that_never_serve_are_given_up(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, ending: str, name: str
 ) -> None:
     """One that crashes by itself would crash again where it goes on."""
-    monkeypatch.setattr(service, "_MOST_FRUITLESS", 3)
+    monkeypatch.setattr(service, "_MOST_FAILED_STARTS", 3)
     ended = run(bench, "sleep()", serve=f"if place.role == 'server': {ending}\n")
     assert ended.code == 128 + signal.Signals[name]
     *told, fault = ended.err.splitlines()
@@ -302,7 +302,7 @@ if place.role == "server":
 def test_several_servers_that_never_serve_are_given_up(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, shard: int
 ) -> None:
-    monkeypatch.setattr(service, "_MOST_FRUITLESS", 3)
+    monkeypatch.setattr(service, "_MOST_FAILED_STARTS", 3)
     serve = f"if place.role == 'server': kill() if place.shard == {shard} else sleep()\n"
     ended = run(bench, "sleep()", 1, replace(NEEDED, servers=2), serve=serve)
     assert ended.code == 137

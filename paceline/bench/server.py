@@ -27,6 +27,7 @@ from paceline.policies import parse_policy
 from paceline.policies.server import ServerPolicy
 from paceline.record.trace import TraceWriter
 from paceline.server.client import Client
+from paceline.server.demand import OWN_DATA
 from paceline.server.live import CommitSummary, LiveServer
 from paceline.server.work_queue import WorkQueue
 from paceline.train_state import TrainState
@@ -107,12 +108,12 @@ def _push_for(seconds: float, address: str, token: bytes, memory: int) -> int:
     _set_gradients(model)
     rank = dist.get_rank()
     client = Client(model, address=address, token=token, sealed=False, rank=rank, incarnation=0, memory=memory)
-    client.ask(-1)
-    client.next_step(-1)
+    client.ask(OWN_DATA)
+    client.next_step(OWN_DATA)
     count, end = 0, time.perf_counter() + seconds
     while time.perf_counter() < end:
         client.push(examples=1, loss=None, seconds=0.0)
-        client.next_step(-1)
+        client.next_step(OWN_DATA)
         count += 1
     client.leave(failed=False)
     return count
@@ -175,12 +176,12 @@ class _Worker:
             incarnation=0,
             memory=_opened(process, memory) if local else None,
         )
-        self._client.ask(-1)
-        self._client.next_step(-1)
+        self._client.ask(OWN_DATA)
+        self._client.next_step(OWN_DATA)
 
     def trip(self) -> None:
         self._client.push(examples=1, loss=None, seconds=0.0)
-        self._client.next_step(-1)
+        self._client.next_step(OWN_DATA)
 
     def close(self) -> None:
         self._client.leave(failed=False)

@@ -191,23 +191,23 @@ class Client:
         self._data = wire.Data(num_samples, batch_size, last, shuffle, checksum)
         self._send(self._data)
 
-    def ask(self, epochs: int) -> None:
-        """Ask for a step: with a batch of an epoch below ``epochs``, or on data of one's own if that is negative.
+    def ask(self, demand: int) -> None:
+        """Ask for a step; ``demand`` is the number of a ``Demand``, and says what for.
 
         The step under way, or on its way, is given up.
         """
         self._asks += 1
         self._must_ask, self._later = False, None
-        self._send(wire.Ask(int(epochs), self._asks, self.version))
+        self._send(wire.Ask(int(demand), self._asks, self.version))
 
-    def next_step(self, epochs: int) -> wire.Go | wire.Finished:
+    def next_step(self, demand: int) -> wire.Go | wire.Finished:
         """Wait for the next step, or to hear that there is none; the model then has the parameters to use.
 
-        ``epochs`` is for asking again, should the server have taken this worker for dead.
+        ``demand`` is for asking again, should the server have taken this worker for dead.
         """
         while True:
             if self._must_ask:
-                self.ask(epochs)
+                self.ask(demand)
             try:
                 answer = self._later or self._wait_for_step()
             except _JoinedAgain:

@@ -25,6 +25,7 @@ from paceline.policies.state import NOT_YET
 from paceline.record import trace as traced
 from paceline.record.trace import TraceWriter
 from paceline.server.averages import Averages
+from paceline.server.demand import Demand
 from paceline.server.members import Figures, Member
 from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
@@ -309,10 +310,11 @@ class LiveServer:
             self._do(self._policy.left(self._state, member.rank, self._now()))
 
     def _take_ask(self, member: Member, message: wire.Ask) -> None:
-        if message.epochs > 0 and not self._queue.described:
+        demand = Demand(message.epochs)
+        if demand.batches and not self._queue.described:
             raise WireError("a batch was asked for, and nobody has said what the data is")
         self._trace(traced.Asked(member.rank, message.epochs, message.version))
-        member.epochs, member.ask, member.owed = message.epochs, message.number, True
+        member.demand, member.ask, member.owed = demand, message.number, True
         self._queue.give_back(member.rank)
         if member.idle:
             member.idle = False
@@ -403,9 +405,9 @@ class LiveServer:
         self._do(self._policy.asked(self._state, member.rank, self._now()))
 
     def _give_more(self, member: Member, message: wire.More) -> None:
-        if message.step != member.step or member.epochs is None:
+        if message.step != member.step or member.demand is None:
             return  # cancelled meanwhile: the next step is on its way
-        batch = self._queue.take(member.rank, member.epochs)
+        batch = self._queue.take(member.rank, member.demand)
         epoch, number = batch if batch is not None else (-1, -1)
         self._trace(traced.GivenMore(member.rank, message.step, epoch, number))
         member.peer.send(wire.BatchMessage(message.step, epoch, number))
@@ -441,8 +443,8 @@ class LiveServer:
     def _send_step(self, member: Member, step: int, *, fresh: bool) -> None:
         now = self._now()
         epoch, batch = -1, -1
-        if member.epochs is not None and member.epochs >= 0:
-            taken = self._queue.take(member.rank, member.epochs) if member.epochs else None
+        if member.demand is not None and not member.demand.own_data:
+            taken = self._queue.take(member.rank, member.demand) if member.demand.batches else None
             if taken is None:
                 self._let_rest(member)
                 return
@@ -599,18 +601,21 @@ class LiveServer:
     def _wake_for_returned(self) -> None:
         """Give batches that have come back to members that have none."""
         for member in [member for member in self._members.values() if member.idle]:
-            if member.averages or not member.epochs or not self._queue.has(member.epochs):
+            if member.averages or not self._has_batch_for(member):
                 continue
             member.idle = False
             self._enter(member)
             self._do(self._policy.asked(self._state, member.rank, self._now()))
+
+    def _has_batch_for(self, member: Member) -> bool:
+        return member.demand is not None and member.demand.batches and self._queue.has(member.demand)
 
     def _end_epochs(self) -> None:
         """Let the members go on that have no more batches, once all batches are used and committed."""
         waiting = self._without_batches()
         if not waiting:
             return
-        if any(member.epochs for member in waiting):  # and not only for the newest parameters
+        if any(member.demand is not None and member.demand.batches for member in waiting):
             self._do(self._policy.ended(self._state, self._now()))
             for member in self._held_back():  # for those who wait here, and will not go on before it does
                 self._let_rest(member)
@@ -635,7 +640,8 @@ class LiveServer:
 
     def _has_used_all(self, member: Member) -> bool:
         """Whether all batches that a member has asked for are used."""
-        return member.epochs is not None and member.epochs >= 0 and self._queue.finished(member.epochs)
+        demand = member.demand
+        return demand is not None and not demand.own_data and self._queue.finished(demand)
 
     def _now(self) -> float:
         return time.monotonic() - self._began

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.server.demand import Demand
 from paceline.store.layout import Arena
 from paceline.transport.listening import Peer
 
@@ -42,7 +43,7 @@ class Member:
     local: bool  # shares the server's memory
     figures: Figures
     life: int = 0  # its incarnation, as the policy knows it
-    epochs: int | None = None  # its batches are of epochs below this; None: it has not said; negative: they are its own
+    demand: Demand | None = None  # what it asked steps for last, if it has asked
     ask: int = 0  # the number of its last asking
     step: int = -1  # the one that it was sent last
     step_began: float = 0.0
