@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -18,7 +20,8 @@ from paceline.server import client as client_module
 from paceline.server.client import Client
 from paceline.server.work_queue import WorkQueue
 from paceline.transport import listening
-from paceline.transport.listening import Listener, sealed_to
+from paceline.transport.connections import Connection
+from paceline.transport.listening import Listener, Peer, sealed_to
 from paceline.transport.sockets import listen
 
 pytestmark = pytest.mark.timeout(60)
@@ -99,6 +102,31 @@ def test_strangers_who_only_hold_the_line(monkeypatch: pytest.MonkeyPatch) -> No
         for connection in (first, *others):
             connection.close()
         assert cluster.listener.strangers > 0
+
+
+def test_the_end_of_a_process_is_not_taken_for_that_of_one_watched_since() -> None:
+    """A descriptor that is closed while what has happened is gone through may be another's before its turn comes."""
+    listener = Listener(TOKEN)
+    ends = [Connection(end) for _ in range(2) for end in socket.socketpair()]
+    first, second, third, fourth = (Peer(end, listener) for end in ends)
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    for peer, process in zip((first, second), processes, strict=True):
+        assert listener.watch(peer, process.pid)
+    for process in processes:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    ended = []
+    for peer, _ in listener.hear(DEADLINE):
+        ended.append(peer)
+        if len(ended) == 1:
+            listener.forget(second if peer is first else first)
+            assert listener.watch(third, os.getpid()) and listener.watch(fourth, os.getpid())
+    listener.close()
+    for end in ends:
+        end.close()
+    for process in processes:
+        process.wait()
+    assert len(ended) == 1 and ended[0] in (first, second)
 
 
 @pytest.mark.parametrize("over_tcp", [False, True])

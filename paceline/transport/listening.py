@@ -117,7 +117,7 @@ class Listener:
             raise WireError(f"wanted the process of a worker, found number {process}: {error}") from error
         self._unwatch_all(peer)
         self._processes[descriptor] = peer
-        self._selector.register(descriptor, selectors.EVENT_READ)
+        self._selector.register(descriptor, selectors.EVENT_READ, peer)
         return True
 
     def forget(self, peer: Peer) -> None:
@@ -142,8 +142,7 @@ class Listener:
                     yield from self._read_line(number)
             elif number in self._doors:
                 self._open_door(*self._doors[number])
-            elif number in self._processes:
-                peer = self._processes[number]
+            elif (peer := self._processes.get(number)) is not None and peer is key.data:  # else it is another's by now
                 self._unwatch(number)
                 yield peer, Ended()
         yield from self._probe()
