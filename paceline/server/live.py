@@ -229,7 +229,7 @@ class LiveServer:
                 if not message.failed:
                     self._left_at = self._now()
                 self._listener.forget(member.peer)
-                self._leave(member, dead=False, version=message.version)
+                self._leave(member, dead=message.failed, version=message.version)
                 self._note_down()
             case wire.Alive():
                 pass
