@@ -170,7 +170,8 @@ def train(
             environment = {**os.environ, "OMP_NUM_THREADS": "1"} if small else None
             result = _train_on(workers, config, server, as_json, environment)
     except KeyboardInterrupt:
-        _fail(f"interrupted; go on with: paceline train --resume {config.run}", 130)
+        begun = (Path(str(config.run)) / "config.json").exists()
+        _fail(f"interrupted; go on with: paceline train --resume {config.run}" if begun else "interrupted", 130)
     if as_json:
         print(json.dumps({n: None if v != v or v in (math.inf, -math.inf) else v for n, v in result.items()}))
         return

@@ -193,7 +193,7 @@ def _left(state: ProcessState, states: Sequence[ProcessState], *, some_suffer: b
     if state.in_session:
         where = "" if state.step is None else f" at step {state.step}"
         what = f"exited with code 0{where} before its session ended"
-        advice = "all workers run the same steps: is there an exit, or a shorter loop, for some of them only?"
+        advice = "close it, by `with paceline.join(...) as session:`; or is there an exit, or a shorter loop, on some?"
         return Fault(rank=state.rank, at=at, what=what, advice=advice)
     waiting = [other.rank for other in states if other.in_session and other.sessions > state.sessions]
     if waiting:
