@@ -23,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t slot_count = 4;
 constexpr uint32_t descriptor_count = 8;
-constexpr size_t slot_bytes = 4 << 20;  // pages that nobody uses take no memory
+constexpr size_t slot_bytes = 1 << 20;
 constexpr size_t ring_bytes = 1 << 18;
 constexpr size_t line = 64;  // of the cache
 
