@@ -136,9 +136,8 @@ class PeersSession(Session):
         )
         return self._data.batches(feed, epochs)
 
-    def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
-        weight = 1.0 if examples is None else float(examples)
-        return self._exchange.mean(torch.as_tensor(value).detach(), weight)
+    def _mean(self, value: Tensor, weight: float) -> Tensor:
+        return self._exchange.mean(value, weight)
 
     # Saving and telling -----------------------------------------------------------------------------------
 
