@@ -148,6 +148,7 @@ def _raised(state: ProcessState, states: Sequence[ProcessState], *, with_server:
         what="failed",
         traceback=str(state.failure.get("traceback", "")),
         advice=advice,
+        code=2 if state.failure.get("type") == "UsageError" else 1,
         certain=certain,
     )
 
