@@ -43,6 +43,6 @@ def parse_policy(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    if isinstance(policy, str):
+    if isinstance(policy, str) and policy:
         return from_spec("policy", POLICIES, policy)
     raise UsageError(f"wanted a policy or its text form, got {policy!r}; for example policy={AllReduce.name!r}")
