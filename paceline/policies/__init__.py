@@ -8,6 +8,8 @@ from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
 from paceline.policies.local_sgd import LocalSGD
+from paceline.policies.periodic import Periodic
+from paceline.policies.progress import Progress
 from paceline.policies.server import ServerPolicy
 from paceline.policies.ssp import SSP
 from paceline.spec import from_spec
@@ -24,7 +26,9 @@ __all__ = [
     "KSync",
     "LocalSGD",
     "PeersPolicy",
+    "Periodic",
     "Policy",
+    "Progress",
     "ServerPolicy",
     "Sync",
     "parse_policy",

@@ -32,6 +32,7 @@ class Position(NamedTuple):
     steps: int  # updates made
     blocks: int  # step blocks entered, accumulating ones too
     seed: int
+    highest_rate: float = 0.0  # learning rate so far; not kept by a server
 
 
 class RunState:
@@ -140,7 +141,7 @@ class RunState:
         self._load_replica(state)
         self._data.load_state_dict(state["data"])
         session = state["session"]
-        position = Position(session["steps"], session["blocks"], session["seed"])
+        position = Position(session["steps"], session["blocks"], session["seed"], session.get("highest_rate", 0.0))
         restore_streams(state["streams"])
         if self._exchange.rank == 0 and self._train_state.has_unsaved_scheduler():
             logger.warning(
