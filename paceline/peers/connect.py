@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.peers.ada_comm import AdaCommExchange
 from paceline.peers.all_reduce import AllReduceExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange
 from paceline.peers.group import Peers, default_peers
 from paceline.peers.periodic import PeriodicExchange
-from paceline.policies import AllReduce, LocalSGD, PeersPolicy, Policy, PostLocalSGD
+from paceline.policies import AdaComm, AllReduce, LocalSGD, PeersPolicy, Policy, PostLocalSGD
 
 
 class MakeExchange(Protocol):
@@ -25,6 +26,7 @@ EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
     AllReduce: AllReduceExchange,
     LocalSGD: PeriodicExchange,
     PostLocalSGD: PeriodicExchange,
+    AdaComm: AdaCommExchange,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.errors import UsageError
+from paceline.policies.ada_comm import AdaComm
 from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
@@ -18,6 +19,7 @@ from paceline.spec import from_spec
 __all__ = [
     "POLICIES",
     "SSP",
+    "AdaComm",
     "AdaSync",
     "AllReduce",
     "Async",
@@ -36,7 +38,7 @@ __all__ = [
     "parse_policy",
 ]
 
-_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD)
+_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD, AdaComm)
 _SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 
