@@ -36,6 +36,7 @@ __all__ = [
     "Async",
     "CheckpointError",
     "CommError",
+    "DiLoCo",
     "DistributedDataParallel",
     "KAsync",
     "KBatchAsync",

@@ -10,10 +10,11 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.peers.ada_comm import AdaCommExchange
 from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.diloco import DiLoCoExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange
 from paceline.peers.group import Peers, default_peers
 from paceline.peers.periodic import PeriodicExchange
-from paceline.policies import AdaComm, AllReduce, LocalSGD, PeersPolicy, Policy, PostLocalSGD
+from paceline.policies import AdaComm, AllReduce, DiLoCo, LocalSGD, PeersPolicy, Policy, PostLocalSGD
 
 
 class MakeExchange(Protocol):
@@ -27,6 +28,7 @@ EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
     LocalSGD: PeriodicExchange,
     PostLocalSGD: PeriodicExchange,
     AdaComm: AdaCommExchange,
+    DiLoCo: DiLoCoExchange,
 }
 
 

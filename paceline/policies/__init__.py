@@ -7,6 +7,7 @@ from paceline.policies.ada_comm import AdaComm
 from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
+from paceline.policies.diloco import DiLoCo
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
 from paceline.policies.local_sgd import LocalSGD
 from paceline.policies.periodic import Periodic
@@ -23,6 +24,7 @@ __all__ = [
     "AdaSync",
     "AllReduce",
     "Async",
+    "DiLoCo",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
@@ -38,7 +40,7 @@ __all__ = [
     "parse_policy",
 ]
 
-_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD, AdaComm)
+_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD, AdaComm, DiLoCo)
 _SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 

@@ -154,7 +154,8 @@ class RunState:
 
     def _load_replica(self, state: Mapping[str, Any]) -> None:
         """Load this worker's own replica; or the average of all, if there were more or fewer, or another policy."""
-        replicas, exchange = state["replicas"], self._exchange
+        exchange = self._exchange
+        replicas = [state, *state["replicas"]] if state["replicas"] else []
         same_policy = type(parse_policy(state["session"]["policy"])) is type(self._policy)
         as_many = same_policy and exchange.replicas_differ and len(replicas) == exchange.world_size
         own = replicas[exchange.rank] if as_many else state
@@ -162,7 +163,8 @@ class RunState:
         if replicas and not as_many:
             models = [replica["trainee"]["model"] for replica in replicas]
             average_into(self._train_state.model, models, [replica["exchange"]["examples"] for replica in replicas])
-        exchange.load_state_dict(own["exchange"] if same_policy else {})
+        # Worker 0's has what all share.
+        exchange.load_state_dict({**state["exchange"], **own["exchange"]} if same_policy else {})
         if not as_many:
             exchange.agreed()
 
@@ -176,7 +178,7 @@ class RunState:
         if self._exchange.rank != 0:
             self.saved_at = position.steps
             return None
-        state = {**self._state(position), "replicas": replicas}
+        state = {**self._state(position), "replicas": replicas[1:]}  # worker 0's is the state itself
         if path is not None:
             write_checkpoint(Path(path), state)
             return Path(path)
