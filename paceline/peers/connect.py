@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.peers.ada_comm import AdaCommExchange
 from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.diloco import DiLoCoExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange
 from paceline.peers.group import Peers, default_peers
-from paceline.peers.local_sgd import LocalSGDExchange
-from paceline.policies import AllReduce, LocalSGD, PeersPolicy, Policy
+from paceline.peers.periodic import PeriodicExchange
+from paceline.policies import AdaComm, AllReduce, DiLoCo, LocalSGD, PeersPolicy, Policy, PostLocalSGD
 
 
 class MakeExchange(Protocol):
@@ -21,7 +23,13 @@ class MakeExchange(Protocol):
     def __call__(self, model: nn.Module, peers: Peers, policy: Any) -> PeersExchange: ...
 
 
-EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {AllReduce: AllReduceExchange, LocalSGD: LocalSGDExchange}
+EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
+    AllReduce: AllReduceExchange,
+    LocalSGD: PeriodicExchange,
+    PostLocalSGD: PeriodicExchange,
+    AdaComm: AdaCommExchange,
+    DiLoCo: DiLoCoExchange,
+}
 
 
 def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tuple[int, int] | None) -> Exchange:

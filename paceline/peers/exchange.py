@@ -13,6 +13,7 @@ from paceline.errors import UsageError
 from paceline.peers.group import Peers
 from paceline.peers.reducer import Outcome
 from paceline.peers.tensors import averaged_dtype, send_tensors, share_state
+from paceline.policies import Progress
 
 
 class BackwardPass(NamedTuple):
@@ -49,8 +50,12 @@ class Exchange(Protocol):
         """Before the update: wait until the gradients are final."""
         ...
 
-    def updated(self, steps: int) -> bool:
-        """After update number ``steps``; return whether a worker was asked to stop, if all learn it now."""
+    def started(self, progress: Progress) -> None:
+        """Before the session's first step, after a checkpoint was loaded."""
+        ...
+
+    def updated(self, progress: Progress) -> bool:
+        """After an update; return whether a worker was asked to stop, if all learn it now."""
         ...
 
     def release(self, *, failed: bool = False) -> None:
@@ -58,11 +63,11 @@ class Exchange(Protocol):
         ...
 
     def averaged(self) -> contextlib.AbstractContextManager[object]:
-        """Load the average of all workers' parameters into the model, inside the block."""
+        """Load the answer of all workers, such as their average, into the model, inside the block."""
         ...
 
     def conclude(self) -> None:
-        """End a successful run: give all workers the same parameters."""
+        """End a successful run: give all workers the answer."""
         ...
 
     def mean(self, value: Tensor, weight: float) -> Tensor:
@@ -90,7 +95,11 @@ class Exchange(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore that state, which may be of another number of workers."""
+        """Restore that state, after the model's; it may be of another number of workers, or empty."""
+        ...
+
+    def agreed(self) -> None:
+        """All workers have the same parameters now."""
         ...
 
     def close(self) -> None:
@@ -118,7 +127,10 @@ class Alone:
     def finish(self) -> Outcome | None:
         return None
 
-    def updated(self, steps: int) -> bool:
+    def started(self, progress: Progress) -> None:
+        pass
+
+    def updated(self, progress: Progress) -> bool:
         return False
 
     def release(self, *, failed: bool = False) -> None:
@@ -149,6 +161,9 @@ class Alone:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def agreed(self) -> None:
         pass
 
     def close(self) -> None:

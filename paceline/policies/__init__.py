@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from paceline.errors import UsageError
+from paceline.policies.ada_comm import AdaComm
 from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
+from paceline.policies.diloco import DiLoCo
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
 from paceline.policies.local_sgd import LocalSGD
+from paceline.policies.periodic import Periodic
+from paceline.policies.post_local_sgd import PostLocalSGD
+from paceline.policies.progress import Progress
 from paceline.policies.server import ServerPolicy
 from paceline.policies.ssp import SSP
 from paceline.spec import from_spec
@@ -15,22 +20,27 @@ from paceline.spec import from_spec
 __all__ = [
     "POLICIES",
     "SSP",
+    "AdaComm",
     "AdaSync",
     "AllReduce",
     "Async",
+    "DiLoCo",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
     "KSync",
     "LocalSGD",
     "PeersPolicy",
+    "Periodic",
     "Policy",
+    "PostLocalSGD",
+    "Progress",
     "ServerPolicy",
     "Sync",
     "parse_policy",
 ]
 
-_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD)
+_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD, AdaComm, DiLoCo)
 _SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 

@@ -24,7 +24,7 @@ from paceline.launch.reports import report, supervised
 from paceline.peers.connect import connect
 from paceline.peers.exchange import BackwardPass, Exchange
 from paceline.peers.reducer import Outcome
-from paceline.policies import Policy
+from paceline.policies import Policy, Progress
 from paceline.record.run import Run
 from paceline.seeding import derive_seed, seed_streams
 from paceline.sessions.nan_guard import OnNaN, SkipUpdate
@@ -68,6 +68,7 @@ class PeersSession(Session):
         # Worker 0 writes for all; where replicas differ, the others give it their states.
         self._saves: bool = exchange.share(run is not None) if exchange.replicas_differ else run is not None
         self._exchange = exchange
+        self._nan_guard.each_skips = exchange.replicas_differ
         self._run_state = RunState(
             train_state,
             policy=policy,
@@ -84,12 +85,14 @@ class PeersSession(Session):
         self._request: StopRequest | None = None  # set where a signal is granted after the update under way
         self._asked_to_stop: Callable[[], bool] = lambda: False
         self._stopping = False  # a worker was asked to stop, and all know it
+        self._highest_rate, self._decayed = 0.0, False  # of the learning rates so far
 
     def start(self, path: Path | None, resume: bool | str | Path, config: Mapping[str, Any]) -> None:
         """Load what is to be resumed, and open the run."""
         found = self._run_state.resume(path, resume)
         if found is not None:
-            self.steps, self._blocks, self.seed = found
+            self.steps, self._blocks, self.seed, self._highest_rate, self._decayed = found
+        self._exchange.started(self._progress())
         self._run_state.open(self.seed, config)
 
     def inject_delays(self, text: str, unit: float) -> None:
@@ -148,7 +151,8 @@ class PeersSession(Session):
                 f"step {self.steps}: save() was called inside a step or between accumulating ones; "
                 "call it after the step that updates the parameters"
             )
-        return self._run_state.save(Position(self.steps, self._blocks, self.seed), path)
+        position = Position(self.steps, self._blocks, self.seed, self._highest_rate, self._decayed)
+        return self._run_state.save(position, path)
 
     def _to_be_saved(self) -> bool:
         """Whether the run has no checkpoint of this step yet, and should have one."""
@@ -236,7 +240,7 @@ class PeersSession(Session):
         else:
             self._update(step)
         self.steps += 1
-        self._stopping = self._exchange.updated(self.steps) or self._stopping
+        self._stopping = self._exchange.updated(self._progress()) or self._stopping
         self._num_bytes += self._exchange.num_bytes - self._num_bytes_before
         self._data.use()
         self._exchange.release()  # a backward pass between steps is the user's own
@@ -248,6 +252,12 @@ class PeersSession(Session):
             self.save()
         if self._stopping or (self.world_size == 1 and self._asked_to_stop()):
             self._stop()
+
+    def _progress(self) -> Progress:
+        rate = self._run_state.rate()
+        self._highest_rate = max(self._highest_rate, rate)
+        self._decayed = self._decayed or rate < self._highest_rate
+        return Progress(self.steps, self.epoch, rate, self._decayed)
 
     def _update(self, step: Step) -> None:
         try:

@@ -103,7 +103,7 @@ class ServerRun:
 
     def stand_at(self, position: Position) -> None:
         """Count on from there."""
-        self.steps, self._blocks, self.seed = position
+        self.steps, self._blocks, self.seed = position[:3]
 
     def take_over(self, found: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         """Begin in the place of a server that was killed, with what it has left in the shared memory."""

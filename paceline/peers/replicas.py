@@ -1,0 +1,126 @@
+"""The base of exchanges in which every worker updates parameters of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.peers.averaging import Averager, Means, as_real, is_continuous
+from paceline.peers.exchange import BackwardPass, PeersExchange
+from paceline.peers.group import Peers
+from paceline.peers.tensors import send_tensors
+from paceline.policies import Progress
+
+
+class ReplicasExchange(PeersExchange):
+    """Let the workers of ``peers`` update their own ``model``; a subclass exchanges in ``after_update``.
+
+    The answer of the run is the average of the models, weighted by the examples that each worker has used since all
+    had the same. Buffers such as BatchNorm's are averaged with the parameters.
+    """
+
+    replicas_differ = True
+
+    def __init__(self, model: nn.Module, peers: Peers) -> None:
+        super().__init__(model, peers)
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._averager = Averager(peers)
+        self._steps = 0  # since all workers had the same parameters
+        self._examples = 0  # of this worker in these steps
+        self._backward = BackwardPass(0)  # of the update under way
+        self._prepared = False  # before_update was called for the update under way
+        self._gradients: list[Tensor | None] | None = None  # from before a pass over borrowed data
+
+    # For subclasses ---------------------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """The gradients are final and the parameters still as before the optimizer's update."""
+
+    @abstractmethod
+    def after_update(self, progress: Progress) -> bool:
+        """Exchange what is due; return whether a worker was asked to stop, if all learn it now."""
+
+    def load_answer(self) -> None:
+        """Put the answer of the run, as it is now, into the model; all workers call it together."""
+        if self._steps:  # else all workers already have it
+            self.average()
+
+    def numbers(self) -> Sequence[float]:
+        """What this worker adds to the sums that every average carries along."""
+        return ()
+
+    def average(self) -> Means:
+        """Average parameters and floating-point buffers; other buffers, such as counts, follow worker 0."""
+        buffers = self.buffers()
+        tensors = [as_real(tensor) for tensor in (*self._trained, *buffers) if is_continuous(tensor)]
+        stop, numbers = self._backward.stop(), self.numbers()
+        self._averager.start(tensors, weight=self._examples, tag=self._steps, stop=stop, numbers=numbers, now=True)
+        means = self._averager.finish()
+        for tensor, mean in zip(tensors, means.values or tensors, strict=True):
+            tensor.copy_(mean)
+        self.follow_counts(buffers)
+        return means
+
+    def follow_counts(self, buffers: Sequence[Tensor]) -> None:
+        """Copy worker 0's values of the buffers that have no average."""
+        with self._peers.explain("sending buffers"):
+            send_tensors([buffer for buffer in buffers if not is_continuous(buffer)], self._peers)
+
+    def agreed(self) -> None:
+        """All workers have the same parameters from now on."""
+        self._steps = self._examples = 0
+
+    # The interface of an exchange -------------------------------------------------------------------------
+
+    def accumulate(self, *, examples: int, total: int | None) -> None:
+        self._leave_out_borrowed()
+        self._examples += examples
+        if examples == 0:
+            self._gradients = [None if each.grad is None else each.grad.clone() for each in self._trained]
+
+    def begin(self, backward: BackwardPass) -> None:
+        self._backward = backward
+        self.accumulate(examples=backward.examples, total=backward.total)
+
+    def finish(self) -> None:
+        self._leave_out_borrowed()
+        if not self._prepared:  # an optimizer that evaluates the loss again has moved the parameters already
+            self._prepared = True
+            self.before_update()
+
+    def updated(self, progress: Progress) -> bool:
+        self._prepared = False
+        self._steps += 1
+        return self.after_update(progress)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        own = [tensor.detach().clone() for tensor in (*self._trained, *self.buffers())]
+        self.load_answer()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip((*self._trained, *self.buffers()), own, strict=True):
+                    tensor.copy_(value)
+
+    def conclude(self) -> None:
+        self.load_answer()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, "examples": self._examples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._examples = int(state.get("steps", 0)), int(state.get("examples", 0))
+
+    def _leave_out_borrowed(self) -> None:
+        """Restore the gradients from before a pass over borrowed data."""
+        if self._gradients is not None:
+            for parameter, gradient in zip(self._trained, self._gradients, strict=True):
+                parameter.grad = gradient
+            self._gradients = None
