@@ -36,6 +36,7 @@ __all__ = [
     "CheckpointError",
     "CommError",
     "DistributedDataParallel",
+    "Gossip",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",

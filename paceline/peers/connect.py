@@ -10,9 +10,10 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.peers.all_reduce import AllReduceExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange
+from paceline.peers.gossip import GossipExchange
 from paceline.peers.group import Peers, default_peers
 from paceline.peers.periodic import PeriodicExchange
-from paceline.policies import AllReduce, LocalSGD, PeersPolicy, Policy
+from paceline.policies import AllReduce, Gossip, LocalSGD, PeersPolicy, Policy
 
 
 class MakeExchange(Protocol):
@@ -21,7 +22,11 @@ class MakeExchange(Protocol):
     def __call__(self, model: nn.Module, peers: Peers, policy: Any) -> PeersExchange: ...
 
 
-EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {AllReduce: AllReduceExchange, LocalSGD: PeriodicExchange}
+EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
+    AllReduce: AllReduceExchange,
+    LocalSGD: PeriodicExchange,
+    Gossip: GossipExchange,
+}
 
 
 def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tuple[int, int] | None) -> Exchange:

@@ -51,7 +51,11 @@ class ReplicasExchange(PeersExchange):
 
     def average(self) -> bool:
         """Average the models; return whether a worker was asked to stop."""
-        return self._averager.average(weight=self._examples, tag=self._steps, stop=self._backward.stop())
+        return self._averager.average(weight=self.weight(), tag=self._steps, stop=self._backward.stop())
+
+    def weight(self) -> float:
+        """This worker's weight in an average of the models."""
+        return self._examples
 
     def agreed(self) -> None:
         """All workers have the same parameters from now on."""

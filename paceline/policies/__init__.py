@@ -7,6 +7,7 @@ from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
+from paceline.policies.gossip import Gossip
 from paceline.policies.local_sgd import LocalSGD
 from paceline.policies.periodic import Periodic
 from paceline.policies.progress import Progress
@@ -20,6 +21,7 @@ __all__ = [
     "AdaSync",
     "AllReduce",
     "Async",
+    "Gossip",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
@@ -34,7 +36,7 @@ __all__ = [
     "parse_policy",
 ]
 
-_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD)
+_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, Gossip)
 _SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 
