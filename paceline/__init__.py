@@ -47,6 +47,7 @@ __all__ = [
     "PacelineError",
     "PeersPolicy",
     "Policy",
+    "PostLocalSGD",
     "Problem",
     "Recipe",
     "RunInUseError",

@@ -26,6 +26,7 @@ from paceline.policies import (
     LocalSGD,
     PeersPolicy,
     Policy,
+    PostLocalSGD,
     Sync,
     parse_policy,
 )
@@ -36,6 +37,9 @@ ALL_POLICIES: list[Policy] = [
     LocalSGD(every=1),
     Gossip(),
     Gossip(topology="random-pairs", seed=3),
+    PostLocalSGD(every=16),
+    PostLocalSGD(every=2, start=0),
+    PostLocalSGD(every=2, start="epoch-150"),
     Sync(),
     Async(),
     KSync(k=3),

@@ -13,7 +13,7 @@ from paceline.peers.exchange import Alone, Exchange, PeersExchange
 from paceline.peers.gossip import GossipExchange
 from paceline.peers.group import Peers, default_peers
 from paceline.peers.periodic import PeriodicExchange
-from paceline.policies import AllReduce, Gossip, LocalSGD, PeersPolicy, Policy
+from paceline.policies import AllReduce, Gossip, LocalSGD, PeersPolicy, Policy, PostLocalSGD
 
 
 class MakeExchange(Protocol):
@@ -25,6 +25,7 @@ class MakeExchange(Protocol):
 EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
     AllReduce: AllReduceExchange,
     LocalSGD: PeriodicExchange,
+    PostLocalSGD: PeriodicExchange,
     Gossip: GossipExchange,
 }
 

@@ -7,18 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.peers.averaging import as_real, is_continuous
+
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-def is_continuous(tensor: Tensor) -> bool:
-    """Whether values between two of the tensor's make sense; those of counts do not."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """The tensor itself without its gradient, complex numbers as pairs."""
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:

@@ -122,6 +122,10 @@ class GossipExchange(ReplicasExchange):
     def weight(self) -> float:
         return self._weight
 
+    def agreed(self) -> None:
+        super().agreed()
+        self._weight = 1.0
+
     def load_answer(self) -> None:
         self._meet()
         super().load_answer()

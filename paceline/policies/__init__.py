@@ -10,6 +10,7 @@ from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSy
 from paceline.policies.gossip import Gossip
 from paceline.policies.local_sgd import LocalSGD
 from paceline.policies.periodic import Periodic
+from paceline.policies.post_local_sgd import PostLocalSGD
 from paceline.policies.progress import Progress
 from paceline.policies.server import ServerPolicy
 from paceline.policies.ssp import SSP
@@ -30,13 +31,14 @@ __all__ = [
     "PeersPolicy",
     "Periodic",
     "Policy",
+    "PostLocalSGD",
     "Progress",
     "ServerPolicy",
     "Sync",
     "parse_policy",
 ]
 
-_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, Gossip)
+_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD, Gossip)
 _SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 

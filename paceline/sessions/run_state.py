@@ -13,7 +13,6 @@ import torch
 from paceline.data.stream import BatchStream
 from paceline.errors import CheckpointError, UsageError
 from paceline.peers.exchange import Exchange
-from paceline.peers.tensors import average_into
 from paceline.policies import Policy, ServerPolicy, parse_policy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
 from paceline.record.metrics import as_number
@@ -32,7 +31,8 @@ class Position(NamedTuple):
     steps: int  # updates made
     blocks: int  # step blocks entered, accumulating ones too
     seed: int
-    highest_rate: float = 0.0  # learning rate so far; not kept by a server
+    highest_rate: float = 0.0  # learning rate so far; a server does not look at rates
+    decayed: bool = False  # whether a later rate was lower
 
 
 class RunState:
@@ -141,7 +141,7 @@ class RunState:
         self._load_replica(state)
         self._data.load_state_dict(state["data"])
         session = state["session"]
-        position = Position(session["steps"], session["blocks"], session["seed"], session.get("highest_rate", 0.0))
+        position = Position(*(session[name] for name in Position._fields))
         restore_streams(state["streams"])
         if self._exchange.rank == 0 and self._train_state.has_unsaved_scheduler():
             logger.warning(
@@ -152,26 +152,38 @@ class RunState:
         return position
 
     def _load_replica(self, state: Mapping[str, Any]) -> None:
-        """Load this worker's own replica; or their average, if there were others, or if all are to be alike now."""
-        replicas = state.get("replicas") or []
-        as_many = self._exchange.replicas_differ and len(replicas) == self._exchange.world_size
-        own = replicas[self._exchange.rank] if as_many else state
+        """Load this worker's own replica; or the run's answer, if there were more or fewer, or another policy.
+
+        What all workers have alike in their exchanges is in worker 0's alone.
+        """
+        replicas, exchange = state["replicas"], self._exchange
+        same_policy = type(parse_policy(state["session"]["policy"])) is type(self._policy)
+        as_many = same_policy and exchange.replicas_differ and len(replicas) == exchange.world_size
+        own = replicas[exchange.rank] if as_many else state
         self._train_state.load_state_dict(own["trainee"])
-        if as_many or not replicas:
-            self._exchange.load_state_dict(own["exchange"])
-        else:
-            average_into(self._train_state.model, [replica["trainee"]["model"] for replica in replicas])
+        exchange.load_state_dict({**state["exchange"], **own["exchange"]} if same_policy else {})
+        if not as_many:
+            exchange.agreed()
 
     # Saving -----------------------------------------------------------------------------------------------
 
     def save(self, position: Position, path: str | Path | None = None) -> Path | None:
-        """Write a checkpoint: into the run's directory, or to ``path``; None on all workers but the first."""
+        """Write a checkpoint: into the run's directory, or to ``path``; None on all workers but the first.
+
+        Where replicas differ, it holds all of them, and the run's answer as its model.
+        """
+        if self._exchange.rank == 0 or self._exchange.replicas_differ:
+            self._nan_guard.check_parameters(self._train_state.model)
         replicas = self._exchange.gather(self._replica()) if self._exchange.replicas_differ else []
-        if self._exchange.rank != 0:
+        with self._exchange.averaged():
+            file = (
+                self._write({**self._state(position), "replicas": replicas}, path) if self._exchange.rank == 0 else None
+            )
+        if path is None or file is None:
             self.saved_at = position.steps
-            return None
-        self._nan_guard.check_parameters(self._train_state.model)
-        state = {**self._state(position), "replicas": replicas}
+        return file
+
+    def _write(self, state: Mapping[str, Any], path: str | Path | None) -> Path:
         if path is not None:
             write_checkpoint(Path(path), state)
             return Path(path)
@@ -179,9 +191,7 @@ class RunState:
             raise UsageError("save() after the session's end: its directory may be another's by now; give a path")
         if self._run is None:
             raise UsageError("save() needs a path, or a run directory: join(..., run='runs/mine')")
-        file = self._run.checkpoints.write(position.steps, state)
-        self.saved_at = position.steps
-        return file
+        return self._run.checkpoints.write(state["session"]["steps"], state)
 
     def close(self) -> None:
         """Release the run's directory."""
