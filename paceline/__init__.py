@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "POLICIES",
     "SSP",
+    "AdaComm",
     "AdaSync",
     "AllReduce",
     "Async",

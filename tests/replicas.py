@@ -18,6 +18,7 @@ from paceline.sessions.peers import PeersSession
 REPLICAS = [
     "local-sgd(every=4)",
     "post-local-sgd(every=4, start=2)",
+    "ada-comm(every=4, window=2)",
     "gossip(topology=ring)",
     "gossip(topology=random-pairs)",
 ]

@@ -15,6 +15,7 @@ from paceline.errors import UsageError
 from paceline.policies import (
     POLICIES,
     SSP,
+    AdaComm,
     AdaSync,
     AllReduce,
     Async,
@@ -35,6 +36,8 @@ ALL_POLICIES: list[Policy] = [
     AllReduce(),
     AllReduce(bucket_cap_mb=0, first_bucket_mb=0.25, overlap=False),
     LocalSGD(every=1),
+    AdaComm(every=16),
+    AdaComm(every=1, window=1),
     Gossip(),
     Gossip(topology="random-pairs", seed=3),
     PostLocalSGD(every=16),

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.peers.ada_comm import AdaCommExchange
 from paceline.peers.all_reduce import AllReduceExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange
 from paceline.peers.gossip import GossipExchange
 from paceline.peers.group import Peers, default_peers
 from paceline.peers.periodic import PeriodicExchange
-from paceline.policies import AllReduce, Gossip, LocalSGD, PeersPolicy, Policy, PostLocalSGD
+from paceline.policies import AdaComm, AllReduce, Gossip, LocalSGD, PeersPolicy, Policy, PostLocalSGD
 
 
 class MakeExchange(Protocol):
@@ -26,6 +27,7 @@ EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
     AllReduce: AllReduceExchange,
     LocalSGD: PeriodicExchange,
     PostLocalSGD: PeriodicExchange,
+    AdaComm: AdaCommExchange,
     Gossip: GossipExchange,
 }
 

@@ -50,14 +50,15 @@ class ReplicasExchange(PeersExchange):
         if self._steps:  # else all workers already have it
             self.average()
 
-    def average(self, numbers: Sequence[float] = ()) -> Means:
-        """Average parameters and floating-point buffers; other buffers, such as counts, follow worker 0.
+    def numbers(self) -> Sequence[float]:
+        """What this worker adds to the sums that every average carries along."""
+        return ()
 
-        ``numbers`` are summed over the workers on the way.
-        """
+    def average(self) -> Means:
+        """Average parameters and floating-point buffers; other buffers, such as counts, follow worker 0."""
         buffers = self.buffers()
         tensors = [as_real(tensor) for tensor in (*self._trained, *buffers) if is_continuous(tensor)]
-        stop, weight = self._backward.stop(), self.weight()
+        stop, weight, numbers = self._backward.stop(), self.weight(), self.numbers()
         self._averager.start(tensors, weight=weight, tag=self._steps, stop=stop, numbers=numbers, now=True)
         means = self._averager.finish()
         for tensor, mean in zip(tensors, means.values or tensors, strict=True):

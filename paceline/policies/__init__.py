@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.errors import UsageError
+from paceline.policies.ada_comm import AdaComm
 from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
@@ -19,6 +20,7 @@ from paceline.spec import from_spec
 __all__ = [
     "POLICIES",
     "SSP",
+    "AdaComm",
     "AdaSync",
     "AllReduce",
     "Async",
@@ -38,7 +40,7 @@ __all__ = [
     "parse_policy",
 ]
 
-_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD, Gossip)
+_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD, AdaComm, Gossip)
 _SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 
