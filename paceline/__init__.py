@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POLICIES",
+    "SMA",
     "SSP",
     "AdaComm",
     "AdaSync",
@@ -57,6 +58,7 @@ __all__ = [
     "ShardedSampler",
     "Step",
     "Sync",
+    "SyncEASGD",
     "Timing",
     "UsageError",
     "__version__",

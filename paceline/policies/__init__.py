@@ -7,6 +7,7 @@ from paceline.policies.ada_comm import AdaComm
 from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
+from paceline.policies.elastic import SMA, ElasticPolicy, ElasticRule, SyncEASGD
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
 from paceline.policies.gossip import Gossip
 from paceline.policies.local_sgd import LocalSGD
@@ -19,11 +20,14 @@ from paceline.spec import from_spec
 
 __all__ = [
     "POLICIES",
+    "SMA",
     "SSP",
     "AdaComm",
     "AdaSync",
     "AllReduce",
     "Async",
+    "ElasticPolicy",
+    "ElasticRule",
     "Gossip",
     "KAsync",
     "KBatchAsync",
@@ -37,10 +41,11 @@ __all__ = [
     "Progress",
     "ServerPolicy",
     "Sync",
+    "SyncEASGD",
     "parse_policy",
 ]
 
-_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD, AdaComm, Gossip)
+_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD, AdaComm, SyncEASGD, SMA, Gossip)
 _SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 
