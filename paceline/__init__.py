@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POLICIES",
+    "SMA",
     "SSP",
     "AdaComm",
     "AdaSync",
@@ -38,6 +39,7 @@ __all__ = [
     "CommError",
     "DiLoCo",
     "DistributedDataParallel",
+    "Gossip",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
@@ -57,6 +59,7 @@ __all__ = [
     "ShardedSampler",
     "Step",
     "Sync",
+    "SyncEASGD",
     "Timing",
     "UsageError",
     "__version__",

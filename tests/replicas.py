@@ -21,6 +21,11 @@ REPLICAS = [
     "ada-comm(every=4, window=2)",
     "diloco(every=4)",
     "diloco(every=5, fragments=2, overlap=3)",
+    "sync-easgd",
+    "sma",
+    "sma(every=4, momentum=0.5)",
+    "gossip(topology=ring)",
+    "gossip(topology=random-pairs)",
 ]
 CASE = CASES["mlp"]
 EPOCHS = 3

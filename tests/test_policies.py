@@ -14,12 +14,14 @@ import paceline.policies
 from paceline.errors import UsageError
 from paceline.policies import (
     POLICIES,
+    SMA,
     SSP,
     AdaComm,
     AdaSync,
     AllReduce,
     Async,
     DiLoCo,
+    Gossip,
     KAsync,
     KBatchAsync,
     KBatchSync,
@@ -29,6 +31,7 @@ from paceline.policies import (
     Policy,
     PostLocalSGD,
     Sync,
+    SyncEASGD,
     parse_policy,
 )
 
@@ -40,6 +43,11 @@ ALL_POLICIES: list[Policy] = [
     DiLoCo(every=9, outer_lr=0.4, outer_momentum=0.0, fragments=3, overlap=8, merge=0.0),
     AdaComm(every=16),
     AdaComm(every=1, window=1),
+    SyncEASGD(),
+    SMA(),
+    SMA(alpha=0.1, momentum=0.0, every=4, learners="auto"),
+    Gossip(),
+    Gossip(topology="random-pairs", seed=3),
     PostLocalSGD(every=16),
     PostLocalSGD(every=2, start=0),
     PostLocalSGD(every=2, start="epoch-150"),
@@ -165,6 +173,13 @@ def test_a_commit_of_nothing_is_refused(name: str) -> None:
     ("text", "complaint"),
     [
         ("ssp(bound=-1)", "bound must be at least 0, got -1"),
+        ("gossip(topology=star)", "topology wants one of ring, exponential, random-pairs"),
+        ("sync-easgd(alpha=0)", "alpha must be above 0 and at most 1, got 0"),
+        ("sma(alpha=1.5)", "alpha must be above 0 and at most 1, got 1.5"),
+        ("sma(momentum=1)", "momentum must be at least 0 and below 1, got 1.0"),
+        ("sma(every=0)", "every must be at least 1, got 0"),
+        ("sma(learners=0)", "learners must be at least 1, got 0"),
+        ("sma(learners=many)", "learners wants a whole number or one of auto"),
         ("ada-sync(k0=0)", "k0 must be above 0 and finite, got 0"),
         ("ada-sync(k0=inf)", "k0 must be above 0"),
         ("ada-sync(window=-1)", "window must be finite and at least 0"),

@@ -134,8 +134,8 @@ def test_inside_averaged_all_are_the_same_and_after_it_each_is_its_own(world: Wo
             assert torch.equal(model.weight, own)
         return own, answer, model.weight.detach().clone()
 
-    found = world(2, work)
-    assert not torch.equal(found[0][0], found[1][0])
+    found = world(3, work)  # two that gossip are always alike
+    assert len({float(own) for own, _, _ in found}) > 1
     for _, answer, end in found:
         assert torch.equal(answer, end)
         assert torch.equal(answer, found[0][1])
@@ -241,7 +241,7 @@ def test_all_workers_stop_where_one_was_asked(world: World, policy: str, tmp_pat
 
     steps = world(2, work)
     assert len(set(steps)) == 1
-    assert 3 < steps[0] < 20
+    assert 3 <= steps[0] < 20
     assert (tmp_path / "checkpoints" / f"step-{steps[0]:010}.safetensors").exists()
 
 

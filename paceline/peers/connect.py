@@ -11,10 +11,23 @@ from paceline.errors import UsageError
 from paceline.peers.ada_comm import AdaCommExchange
 from paceline.peers.all_reduce import AllReduceExchange
 from paceline.peers.diloco import DiLoCoExchange
+from paceline.peers.elastic import ElasticExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange
+from paceline.peers.gossip import GossipExchange
 from paceline.peers.group import Peers, default_peers
 from paceline.peers.periodic import PeriodicExchange
-from paceline.policies import AdaComm, AllReduce, DiLoCo, LocalSGD, PeersPolicy, Policy, PostLocalSGD
+from paceline.policies import (
+    SMA,
+    AdaComm,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    LocalSGD,
+    PeersPolicy,
+    Policy,
+    PostLocalSGD,
+    SyncEASGD,
+)
 
 
 class MakeExchange(Protocol):
@@ -29,6 +42,9 @@ EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
     PostLocalSGD: PeriodicExchange,
     AdaComm: AdaCommExchange,
     DiLoCo: DiLoCoExchange,
+    SyncEASGD: ElasticExchange,
+    SMA: ElasticExchange,
+    Gossip: GossipExchange,
 }
 
 
