@@ -46,6 +46,7 @@ __all__ = [
     "PacelineError",
     "PeersPolicy",
     "Policy",
+    "PostLocalSGD",
     "Problem",
     "Recipe",
     "RunInUseError",

@@ -25,6 +25,7 @@ from paceline.policies import (
     LocalSGD,
     PeersPolicy,
     Policy,
+    PostLocalSGD,
     Sync,
     parse_policy,
 )
@@ -33,6 +34,9 @@ ALL_POLICIES: list[Policy] = [
     AllReduce(),
     AllReduce(bucket_cap_mb=0, first_bucket_mb=0.25, overlap=False),
     LocalSGD(every=1),
+    PostLocalSGD(every=16),
+    PostLocalSGD(every=2, start=0),
+    PostLocalSGD(every=2, start="epoch-150"),
     Sync(),
     Async(),
     KSync(k=3),

@@ -12,7 +12,7 @@ from paceline.peers.all_reduce import AllReduceExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange
 from paceline.peers.group import Peers, default_peers
 from paceline.peers.periodic import PeriodicExchange
-from paceline.policies import AllReduce, LocalSGD, PeersPolicy, Policy
+from paceline.policies import AllReduce, LocalSGD, PeersPolicy, Policy, PostLocalSGD
 
 
 class MakeExchange(Protocol):
@@ -21,7 +21,11 @@ class MakeExchange(Protocol):
     def __call__(self, model: nn.Module, peers: Peers, policy: Any) -> PeersExchange: ...
 
 
-EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {AllReduce: AllReduceExchange, LocalSGD: PeriodicExchange}
+EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
+    AllReduce: AllReduceExchange,
+    LocalSGD: PeriodicExchange,
+    PostLocalSGD: PeriodicExchange,
+}
 
 
 def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tuple[int, int] | None) -> Exchange:

@@ -95,7 +95,11 @@ class Exchange(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore that state, which may be of another number of workers."""
+        """Restore that state, after the model's; it may be of another number of workers, or empty."""
+        ...
+
+    def agreed(self) -> None:
+        """All workers have the same parameters now."""
         ...
 
     def close(self) -> None:
@@ -157,6 +161,9 @@ class Alone:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def agreed(self) -> None:
         pass
 
     def close(self) -> None:

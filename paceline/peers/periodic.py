@@ -33,7 +33,7 @@ class PeriodicExchange(ReplicasExchange):
 
     def exchange(self, progress: Progress) -> bool:
         """Exchange what is due; return whether a worker was asked to stop, if all learn it now."""
-        stop = self.average()
+        stop = self.average().stop
         self.agreed()
         return stop
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.peers.averaging import Averager
+from paceline.peers.averaging import Averager, Means, as_real, is_continuous
 from paceline.peers.exchange import BackwardPass, PeersExchange
 from paceline.peers.group import Peers
+from paceline.peers.tensors import send_tensors
 from paceline.policies import Progress
 
 
@@ -28,7 +29,7 @@ class ReplicasExchange(PeersExchange):
     def __init__(self, model: nn.Module, peers: Peers) -> None:
         super().__init__(model, peers)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._averager = Averager(self._trained, self.buffers, peers)
+        self._averager = Averager(peers)
         self._steps = 0  # since all workers had the same parameters
         self._examples = 0  # of this worker in these steps
         self._backward = BackwardPass(0)  # of the update under way
@@ -49,9 +50,25 @@ class ReplicasExchange(PeersExchange):
         if self._steps:  # else all workers already have it
             self.average()
 
-    def average(self) -> bool:
-        """Average the models; return whether a worker was asked to stop."""
-        return self._averager.average(weight=self._examples, tag=self._steps, stop=self._backward.stop())
+    def average(self, numbers: Sequence[float] = ()) -> Means:
+        """Average parameters and floating-point buffers; other buffers, such as counts, follow worker 0.
+
+        ``numbers`` are summed over the workers on the way.
+        """
+        buffers = self.buffers()
+        tensors = [as_real(tensor) for tensor in (*self._trained, *buffers) if is_continuous(tensor)]
+        stop = self._backward.stop()
+        self._averager.start(tensors, weight=self._examples, tag=self._steps, stop=stop, numbers=numbers, now=True)
+        means = self._averager.finish()
+        for tensor, mean in zip(tensors, means.values or tensors, strict=True):
+            tensor.copy_(mean)
+        self.follow_counts(buffers)
+        return means
+
+    def follow_counts(self, buffers: Sequence[Tensor]) -> None:
+        """Copy worker 0's values of the buffers that have no average."""
+        with self._peers.explain("sending buffers"):
+            send_tensors([buffer for buffer in buffers if not is_continuous(buffer)], self._peers)
 
     def agreed(self) -> None:
         """All workers have the same parameters from now on."""

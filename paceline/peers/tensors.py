@@ -17,13 +17,17 @@ def averaged_dtype(value: Tensor) -> torch.dtype:
     return value.dtype if value.is_floating_point() or value.is_complex() else torch.get_default_dtype()
 
 
-def average_into(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> None:
-    """Load the mean of several models' states; other than floating-point values come from the first."""
-    mean = dict(states[0])
+def average_into(model: nn.Module, states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> None:
+    """Load the weighted mean of several models' states; other than floating-point values come from the first.
+
+    Weights that are all 0 are those of models that are the same.
+    """
+    mean, total = dict(states[0]), sum(weights)
     for name, first in states[0].items():
-        if first.is_floating_point() or first.is_complex():
-            stacked = torch.stack([state[name] for state in states])
-            mean[name] = stacked.to(torch.promote_types(first.dtype, torch.float32)).mean(0).to(first.dtype)
+        if total and (first.is_floating_point() or first.is_complex()):
+            dtype = torch.promote_types(first.dtype, torch.float32)
+            weighted = [state[name].to(dtype) * weight for state, weight in zip(states, weights, strict=True)]
+            mean[name] = (torch.stack(weighted).sum(0) / total).to(first.dtype)
     model.load_state_dict(mean)
 
 

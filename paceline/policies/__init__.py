@@ -9,6 +9,7 @@ from paceline.policies.base import PeersPolicy, Policy
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
 from paceline.policies.local_sgd import LocalSGD
 from paceline.policies.periodic import Periodic
+from paceline.policies.post_local_sgd import PostLocalSGD
 from paceline.policies.progress import Progress
 from paceline.policies.server import ServerPolicy
 from paceline.policies.ssp import SSP
@@ -28,13 +29,14 @@ __all__ = [
     "PeersPolicy",
     "Periodic",
     "Policy",
+    "PostLocalSGD",
     "Progress",
     "ServerPolicy",
     "Sync",
     "parse_policy",
 ]
 
-_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD)
+_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD)
 _SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 

@@ -67,6 +67,7 @@ class PeersSession(Session):
         # Worker 0 writes for all; where replicas differ, the others give it their states.
         self._saves: bool = exchange.share(run is not None) if exchange.replicas_differ else run is not None
         self._exchange = exchange
+        self._nan_guard.each_skips = exchange.replicas_differ
         self._run_state = RunState(
             train_state,
             policy=policy,
@@ -83,13 +84,13 @@ class PeersSession(Session):
         self._request: StopRequest | None = None  # set where a signal is granted after the update under way
         self._asked_to_stop: Callable[[], bool] = lambda: False
         self._stopping = False  # a worker was asked to stop, and all know it
-        self._highest_rate = 0.0  # learning rate so far
+        self._highest_rate, self._decayed = 0.0, False  # of the learning rates so far
 
     def start(self, path: Path | None, resume: bool | str | Path, config: Mapping[str, Any]) -> None:
         """Load what is to be resumed, and open the run."""
         found = self._run_state.resume(path, resume)
         if found is not None:
-            self.steps, self._blocks, self.seed, self._highest_rate = found
+            self.steps, self._blocks, self.seed, self._highest_rate, self._decayed = found
         self._exchange.started(self._progress())
         self._run_state.open(self.seed, config)
 
@@ -150,7 +151,8 @@ class PeersSession(Session):
                 f"step {self.steps}: save() was called inside a step or between accumulating ones; "
                 "call it after the step that updates the parameters"
             )
-        return self._run_state.save(Position(self.steps, self._blocks, self.seed, self._highest_rate), path)
+        position = Position(self.steps, self._blocks, self.seed, self._highest_rate, self._decayed)
+        return self._run_state.save(position, path)
 
     def _to_be_saved(self) -> bool:
         """Whether the run has no checkpoint of this step yet, and should have one."""
@@ -254,7 +256,8 @@ class PeersSession(Session):
     def _progress(self) -> Progress:
         rate = self._run_state.rate()
         self._highest_rate = max(self._highest_rate, rate)
-        return Progress(self.steps, self.epoch, rate, self._highest_rate)
+        self._decayed = self._decayed or rate < self._highest_rate
+        return Progress(self.steps, self.epoch, rate, self._decayed)
 
     def _update(self, step: Step) -> None:
         try:

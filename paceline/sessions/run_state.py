@@ -32,7 +32,8 @@ class Position(NamedTuple):
     steps: int  # updates made
     blocks: int  # step blocks entered, accumulating ones too
     seed: int
-    highest_rate: float = 0.0  # learning rate so far; not kept by a server
+    highest_rate: float = 0.0  # learning rate so far; a server does not look at rates
+    decayed: bool = False  # whether a later rate was lower
 
 
 class RunState:
@@ -141,7 +142,7 @@ class RunState:
         self._load_replica(state)
         self._data.load_state_dict(state["data"])
         session = state["session"]
-        position = Position(session["steps"], session["blocks"], session["seed"], session.get("highest_rate", 0.0))
+        position = Position(*(session[name] for name in Position._fields))
         restore_streams(state["streams"])
         if self._exchange.rank == 0 and self._train_state.has_unsaved_scheduler():
             logger.warning(
@@ -152,25 +153,29 @@ class RunState:
         return position
 
     def _load_replica(self, state: Mapping[str, Any]) -> None:
-        """Load this worker's own replica; or their average, if there were others, or if all are to be alike now."""
-        replicas = state.get("replicas") or []
-        as_many = self._exchange.replicas_differ and len(replicas) == self._exchange.world_size
-        own = replicas[self._exchange.rank] if as_many else state
+        """Load this worker's own replica; or the average of all, if there were more or fewer, or another policy."""
+        replicas, exchange = state["replicas"], self._exchange
+        same_policy = type(parse_policy(state["session"]["policy"])) is type(self._policy)
+        as_many = same_policy and exchange.replicas_differ and len(replicas) == exchange.world_size
+        own = replicas[exchange.rank] if as_many else state
         self._train_state.load_state_dict(own["trainee"])
-        if as_many or not replicas:
-            self._exchange.load_state_dict(own["exchange"])
-        else:
-            average_into(self._train_state.model, [replica["trainee"]["model"] for replica in replicas])
+        if replicas and not as_many:
+            models = [replica["trainee"]["model"] for replica in replicas]
+            average_into(self._train_state.model, models, [replica["exchange"]["examples"] for replica in replicas])
+        exchange.load_state_dict(own["exchange"] if same_policy else {})
+        if not as_many:
+            exchange.agreed()
 
     # Saving -----------------------------------------------------------------------------------------------
 
     def save(self, position: Position, path: str | Path | None = None) -> Path | None:
         """Write a checkpoint: into the run's directory, or to ``path``; None on all workers but the first."""
+        if self._exchange.rank == 0 or self._exchange.replicas_differ:
+            self._nan_guard.check_parameters(self._train_state.model)
         replicas = self._exchange.gather(self._replica()) if self._exchange.replicas_differ else []
         if self._exchange.rank != 0:
             self.saved_at = position.steps
             return None
-        self._nan_guard.check_parameters(self._train_state.model)
         state = {**self._state(position), "replicas": replicas}
         if path is not None:
             write_checkpoint(Path(path), state)
