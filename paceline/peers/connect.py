@@ -8,11 +8,24 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.peers.ada_comm import AdaCommExchange
 from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.elastic import ElasticExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange
+from paceline.peers.gossip import GossipExchange
 from paceline.peers.group import Peers, default_peers
 from paceline.peers.periodic import PeriodicExchange
-from paceline.policies import AllReduce, LocalSGD, PeersPolicy, Policy, PostLocalSGD
+from paceline.policies import (
+    SMA,
+    AdaComm,
+    AllReduce,
+    Gossip,
+    LocalSGD,
+    PeersPolicy,
+    Policy,
+    PostLocalSGD,
+    SyncEASGD,
+)
 
 
 class MakeExchange(Protocol):
@@ -25,6 +38,10 @@ EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
     AllReduce: AllReduceExchange,
     LocalSGD: PeriodicExchange,
     PostLocalSGD: PeriodicExchange,
+    AdaComm: AdaCommExchange,
+    SyncEASGD: ElasticExchange,
+    SMA: ElasticExchange,
+    Gossip: GossipExchange,
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.peers.group import Peers
 from paceline.record.state_tree import pack, unpack
@@ -15,20 +15,6 @@ from paceline.record.state_tree import pack, unpack
 def averaged_dtype(value: Tensor) -> torch.dtype:
     """The dtype of an average: floating point, also for integers."""
     return value.dtype if value.is_floating_point() or value.is_complex() else torch.get_default_dtype()
-
-
-def average_into(model: nn.Module, states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> None:
-    """Load the weighted mean of several models' states; other than floating-point values come from the first.
-
-    Weights that are all 0 are those of models that are the same.
-    """
-    mean, total = dict(states[0]), sum(weights)
-    for name, first in states[0].items():
-        if total and (first.is_floating_point() or first.is_complex()):
-            dtype = torch.promote_types(first.dtype, torch.float32)
-            weighted = [state[name].to(dtype) * weight for state, weight in zip(states, weights, strict=True)]
-            mean[name] = (torch.stack(weighted).sum(0) / total).to(first.dtype)
-    model.load_state_dict(mean)
 
 
 def send_tensors(tensors: Sequence[Tensor], peers: Peers) -> None:

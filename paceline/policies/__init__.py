@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from paceline.errors import UsageError
+from paceline.policies.ada_comm import AdaComm
 from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
+from paceline.policies.elastic import SMA, ElasticPolicy, ElasticRule, SyncEASGD
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
+from paceline.policies.gossip import Gossip
 from paceline.policies.local_sgd import LocalSGD
 from paceline.policies.periodic import Periodic
 from paceline.policies.post_local_sgd import PostLocalSGD
@@ -17,10 +20,15 @@ from paceline.spec import from_spec
 
 __all__ = [
     "POLICIES",
+    "SMA",
     "SSP",
+    "AdaComm",
     "AdaSync",
     "AllReduce",
     "Async",
+    "ElasticPolicy",
+    "ElasticRule",
+    "Gossip",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
@@ -33,10 +41,11 @@ __all__ = [
     "Progress",
     "ServerPolicy",
     "Sync",
+    "SyncEASGD",
     "parse_policy",
 ]
 
-_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD)
+_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD, AdaComm, SyncEASGD, SMA, Gossip)
 _SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 

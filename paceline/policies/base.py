@@ -25,3 +25,8 @@ class Policy:
 @dataclass(frozen=True, kw_only=True)
 class PeersPolicy(Policy):
     """A policy of collective operations over a process group, without a server."""
+
+    @property
+    def processes_per_worker(self) -> int:
+        """How many processes share a worker's device; each is a rank of its own."""
+        return 1

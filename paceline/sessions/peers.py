@@ -110,7 +110,9 @@ class PeersSession(Session):
                 loss = closure()
                 self._hear_others(self._exchange.finish())
                 self._exchange.release()
-                loss = self.mean(loss, examples=self._examples)
+                # Optimizers of replicas that differ may each evaluate another number of times.
+                differ = self._exchange.replicas_differ
+                loss = loss.detach() if differ else self.mean(loss, examples=self._examples)
             first = "loss" not in step.recorded
             step.recorded.setdefault("loss", loss)
             self._nan_guard.check_closure(float(loss), first=first)

@@ -13,7 +13,6 @@ import torch
 from paceline.data.stream import BatchStream
 from paceline.errors import CheckpointError, UsageError
 from paceline.peers.exchange import Exchange
-from paceline.peers.tensors import average_into
 from paceline.policies import Policy, ServerPolicy, parse_policy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
 from paceline.record.metrics import as_number
@@ -153,30 +152,38 @@ class RunState:
         return position
 
     def _load_replica(self, state: Mapping[str, Any]) -> None:
-        """Load this worker's own replica; or the average of all, if there were more or fewer, or another policy."""
+        """Load this worker's own replica; or the run's answer, if there were more or fewer, or another policy.
+
+        What all workers have alike in their exchanges is in worker 0's alone.
+        """
         replicas, exchange = state["replicas"], self._exchange
         same_policy = type(parse_policy(state["session"]["policy"])) is type(self._policy)
         as_many = same_policy and exchange.replicas_differ and len(replicas) == exchange.world_size
         own = replicas[exchange.rank] if as_many else state
         self._train_state.load_state_dict(own["trainee"])
-        if replicas and not as_many:
-            models = [replica["trainee"]["model"] for replica in replicas]
-            average_into(self._train_state.model, models, [replica["exchange"]["examples"] for replica in replicas])
-        exchange.load_state_dict(own["exchange"] if same_policy else {})
+        exchange.load_state_dict({**state["exchange"], **own["exchange"]} if same_policy else {})
         if not as_many:
             exchange.agreed()
 
     # Saving -----------------------------------------------------------------------------------------------
 
     def save(self, position: Position, path: str | Path | None = None) -> Path | None:
-        """Write a checkpoint: into the run's directory, or to ``path``; None on all workers but the first."""
+        """Write a checkpoint: into the run's directory, or to ``path``; None on all workers but the first.
+
+        Where replicas differ, it holds all of them, and the run's answer as its model.
+        """
         if self._exchange.rank == 0 or self._exchange.replicas_differ:
             self._nan_guard.check_parameters(self._train_state.model)
         replicas = self._exchange.gather(self._replica()) if self._exchange.replicas_differ else []
-        if self._exchange.rank != 0:
+        with self._exchange.averaged():
+            file = (
+                self._write({**self._state(position), "replicas": replicas}, path) if self._exchange.rank == 0 else None
+            )
+        if path is None or file is None:
             self.saved_at = position.steps
-            return None
-        state = {**self._state(position), "replicas": replicas}
+        return file
+
+    def _write(self, state: Mapping[str, Any], path: str | Path | None) -> Path:
         if path is not None:
             write_checkpoint(Path(path), state)
             return Path(path)
@@ -184,9 +191,7 @@ class RunState:
             raise UsageError("save() after the session's end: its directory may be another's by now; give a path")
         if self._run is None:
             raise UsageError("save() needs a path, or a run directory: join(..., run='runs/mine')")
-        file = self._run.checkpoints.write(position.steps, state)
-        self.saved_at = position.steps
-        return file
+        return self._run.checkpoints.write(state["session"]["steps"], state)
 
     def close(self) -> None:
         """Release the run's directory."""
