@@ -77,7 +77,7 @@ def test_it_learns_and_its_times_are_those_without_gradients(policy: str) -> Non
     found = training.outcome()
     assert found.curve[-1].loss < found.curve[0].loss
     assert [point.seconds for point in found.curve] == [0, 20, 40, 60, 80]
-    if getattr(parse_policy(policy), "needs_loss", False):
+    if parse_policy(policy).needs_loss:
         return
     scenario = Scenario(policy=policy, workers=4, delay="1+exp(1)", link="50ms 4kB/s", nbytes=4 * 33, examples=16)
     alone = simulate(scenario, commits=found.run.commits)

@@ -19,7 +19,7 @@ from paceline.virtual.peers_clock import PeersClock
 from paceline.virtual.peers_group import Meeting, VirtualGroup
 from paceline.virtual.plan import Curve, TrainingOutcome, TrainingPlan
 from paceline.virtual.scenario import BACKWARD, Scenario
-from paceline.virtual.simulate import summary
+from paceline.virtual.simulate import check_length, summary
 from paceline.virtual.turns import Turns
 
 _ENDLESS = 2**31  # epochs
@@ -34,7 +34,10 @@ class PeersTraining(PeersClock):
     forward, the rest as gradients come in backward. Messages advance it by what they cost.
     """
 
-    def __init__(self, scenario: Scenario, plan: TrainingPlan, *, seconds: float) -> None:
+    def __init__(
+        self, scenario: Scenario, plan: TrainingPlan, *, commits: int | None = None, seconds: float = math.inf
+    ) -> None:
+        check_length(commits, seconds)
         scenario.check_replicas()
         self._scenario, self._plan = scenario, plan
         self.model = self._make_model()  # of worker 0
@@ -44,23 +47,19 @@ class PeersTraining(PeersClock):
         super().__init__(scenario, examples=plan.batch, scale=self._scale(trained))
         self._turns = Turns(scenario.workers)
         self._meeting = Meeting(self.network, self._turns)
-        self._last_second = seconds
-        self._curve = Curve(plan.problem, plan.times(seconds) if seconds < math.inf else ())
+        self._curve = Curve(plan.problem, plan.times(seconds if commits is None else commits))
         self._looks_before = -math.inf  # the curve is to be known up to this time
         self._looking = False  # it is not
         self._step_examples = -1  # of all workers in the step under way; before the first none
-        self._commits: float = math.inf
+        self._commits = commits
+        self.seconds = seconds
         self._stop: Sequence[object] = ()
         self._ending = False
 
-    def run(self, *, commits: int | None = None, seconds: float = math.inf, stop: Sequence[object] = ()) -> None:
-        """Run the clock until it has made ``commits``, reached ``seconds``, or ``stop`` is not empty; once only."""
-        self._commits, self.seconds, self._stop = math.inf if commits is None else commits, seconds, stop
-        self._turns.run(self._work)
-
     def finish(self, stop: Sequence[object] = ()) -> None:
-        """Run the clock to its end, or until ``stop`` is not empty."""
-        self.run(seconds=self._last_second, stop=stop)
+        """Run the clock to its end, or until ``stop`` is not empty; once only."""
+        self._stop = stop
+        self._turns.run(self._work)
 
     def outcome(self) -> TrainingOutcome:
         """The results so far."""
@@ -119,7 +118,9 @@ class PeersTraining(PeersClock):
         if self._looking:
             with session.averaged():
                 if rank == 0:
-                    self._curve.look(self.model, len(self.tally.commit_times), self._looks_before)
+                    made = len(self.tally.commit_times)
+                    now = None if self._commits is None else self.now
+                    self._curve.look(self.model, made, self._looks_before, now)
 
     # All workers ------------------------------------------------------------------------------------------
 
@@ -128,12 +129,14 @@ class PeersTraining(PeersClock):
         if self._step_examples >= 0:
             self.end(self._step_examples)
         self._step_examples = 0
-        self._ending = self.over or bool(self._stop) or len(self.tally.commit_times) >= self._commits
+        made = len(self.tally.commit_times)
+        self._ending = self.over or bool(self._stop) or made == self._commits
         if not self._ending:
             self.begin()
             self._ending = self.over
         # The next commit comes when the last worker has computed, or later by its messages.
-        self._looks_before = math.inf if self.over else float(self.ends.max())
+        following = float(self.ends.max()) if self._commits is None else made + 1
+        self._looks_before = math.inf if self.over else following
         self._looking = not self._stop and self._curve.due(self._looks_before)
 
 
@@ -145,8 +148,13 @@ class ExchangeTimes(PeersTraining):
         if type(policy) not in EXCHANGES:
             raise UsageError(f"policy {policy} cannot be simulated: paceline.peers.connect has no exchange for it")
         problem = make_quadratic(dim=_STAND_IN, num_examples=scenario.workers)
-        super().__init__(scenario, TrainingPlan(problem=problem, batch_size=1), seconds=math.inf)
+        super().__init__(scenario, TrainingPlan(problem=problem, batch_size=1), commits=1)
         self.examples = scenario.worker_examples
+
+    def run(self, *, commits: int | None = None, seconds: float = math.inf, stop: Sequence[object] = ()) -> None:
+        """Run the clock until it has made ``commits``, reached ``seconds``, or ``stop`` is not empty; once only."""
+        self._commits, self.seconds = commits, seconds
+        self.finish(stop)
 
     def end(self, examples: int) -> None:
         super().end(examples * self.examples)

@@ -41,10 +41,10 @@ class TrainingPlan:
         """Examples in the mini-batch of a worker."""
         return self.batch_size or self.problem.recipe.batch_size
 
-    def times(self, seconds: float) -> list[float]:
-        """The times of evaluation, from 0 to the end."""
+    def times(self, end: float) -> list[float]:
+        """The times of evaluation, from 0 to the end; they may also be counted in commits."""
         shares = [index / self.points for index in range(self.points + 1)]
-        return [seconds * (share**2 if self.dense_start else share) for share in shares]
+        return [end * (share**2 if self.dense_start else share) for share in shares]
 
     def make_scheduler(self, optimizer: Optimizer, batches: int) -> LRScheduler | None:
         """Make the schedule of the learning rate for updates that each use this many batches."""
@@ -87,11 +87,14 @@ class Curve:
         """Whether there is a time before this one at which no loss is known yet."""
         return len(self.points) < len(self._times) and self._times[len(self.points)] < before
 
-    def look(self, model: nn.Module, commits: int, before: float) -> None:
-        """Evaluate the model for all times before this one that are not done yet."""
-        for seconds in itertools.takewhile(lambda time: time < before, self._times[len(self.points) :]):
+    def look(self, model: nn.Module, commits: int, before: float, now: float | None = None) -> None:
+        """Evaluate the model for all times before this one that are not done yet.
+
+        ``now`` is the time on the clock if times are counted in commits.
+        """
+        for time in itertools.takewhile(lambda time: time < before, self._times[len(self.points) :]):
             if self.points and self.points[-1].commits == commits:
                 loss, value = self.points[-1].loss, self.points[-1].value
             else:
                 loss, value, _ = evaluate(model, self._problem)
-            self.points.append(Point(seconds=seconds, commits=commits, loss=loss, value=value))
+            self.points.append(Point(seconds=time if now is None else now, commits=commits, loss=loss, value=value))

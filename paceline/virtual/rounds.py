@@ -49,7 +49,7 @@ class Rounds(PeersClock):
             self._due += self._policy.period(Progress(steps=step))
 
     def _pass_on(self, step: int) -> None:
-        sends = [(sender, receiver) for sender, receiver, *_ in self._policy.sends(step - 1, len(self._ranks))]
+        sends = self._policy.sends(step - 1, len(self._ranks))
         arrivals = [self.network.message(sender, self._nbytes) for sender, _ in sends]
         for (_, receiver), arrives in zip(sends, arrivals, strict=True):
             self.network.advance(receiver, arrives)

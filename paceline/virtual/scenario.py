@@ -91,7 +91,7 @@ class Scenario:
     def check(self, *, has_loss: bool) -> Policy:
         """Raise the errors that a simulation would raise at its start, and return the policy."""
         policy = parse_policy(self.policy)
-        if getattr(policy, "needs_loss", False) and not has_loss:
+        if policy.needs_loss and not has_loss:
             raise UsageError(
                 f"policy {policy} follows the loss, so it needs a problem to train: name one, as in --problem digits"
             )
