@@ -81,6 +81,8 @@ class DiLoCoExchange(PeriodicExchange):
     overlap. BatchNorm's statistics are averaged with the last fragment.
     """
 
+    common_state = ("policy", "anchor", "outer_momentum", "merge_after", "means")
+
     def __init__(self, model: nn.Module, peers: Peers, policy: DiLoCo) -> None:
         super().__init__(model, peers, policy)
         self._diloco = policy
@@ -137,14 +139,11 @@ class DiLoCoExchange(PeriodicExchange):
     # State ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's counters; worker 0 adds what all share."""
-        state = {**super().state_dict(), "since": [fragment.examples for fragment in self._fragments]}
-        return state if self.rank else {**state, **self._shared_state()}
-
-    def _shared_state(self) -> dict[str, Any]:
         """With the results of exchanges under way, which are merged when they are due."""
         means = [None if fragment.due is None else fragment.wait().values for fragment in self._fragments]
         return {
+            **super().state_dict(),
+            "since": [fragment.examples for fragment in self._fragments],
             "policy": str(self._diloco),
             "anchor": [place.anchor for place in self._places],
             "outer_momentum": [place.momentum for place in self._places],
