@@ -20,6 +20,7 @@ from torch.optim import SGD
 
 import paceline
 from paceline.errors import UsageError
+from paceline.peers.averaging import Averager, Means
 from paceline.policies import DiLoCo, parse_policy
 
 STEPS = 11
@@ -222,3 +223,30 @@ def test_a_run_goes_on_with_other_options_from_the_same_anchor(world: World, tmp
     wanted = [place.anchor for place in before[0]["exchange"]._places]
     for anchor in world(2, resume):
         assert_same(anchor, wanted)
+
+
+def test_nobody_waits_for_an_exchange_before_it_is_due(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []  # of worker 0
+    start, finish = Averager.start, Averager.finish
+
+    def recorded_start(self: Averager, tensors: Any, *, now: bool, **options: Any) -> None:
+        calls.extend(["run" if now else "start"] * (self._peers.rank == 0))
+        start(self, tensors, now=now, **options)
+
+    def recorded_finish(self: Averager) -> Means:
+        calls.extend(["wait"] * (self._peers.rank == 0))
+        return finish(self)
+
+    monkeypatch.setattr(Averager, "start", recorded_start)
+    monkeypatch.setattr(Averager, "finish", recorded_finish)
+
+    def work(group: Any) -> None:
+        model = nn.Linear(1, 1)
+        with paceline.join(model, plain(model), policy="diloco(every=4, overlap=2)", group=group) as session:
+            for step in range(1, 7):
+                calls.extend([step] * (session.rank == 0))
+                with session.step():
+                    backward(model(torch.ones(1, 1)).sum())
+
+    world(2, work)
+    assert calls == [1, 2, 3, 4, "start", 5, 6, "wait", "run", "wait"]  # the last are the average at the end
