@@ -41,6 +41,8 @@ from paceline.training.train import TrainConfig, make_model
 from paceline.transport.listening import Listener
 from paceline.transport.messages import Go
 from paceline.virtual.cluster import Cluster
+from paceline.virtual.plan import Curve, TrainingPlan
+from paceline.virtual.simulate import Scenario
 from paceline.virtual.training import GradientWork
 
 SAMPLES, BATCH, EPOCHS, SEED, WORKERS = 22, 4, 2, 3, 3
@@ -123,15 +125,9 @@ class Noting(GradientWork):
     """Notes who ended a step, in order, and when there have been enough."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__(
-            case.problem,
-            WORKERS,
-            optimizer=CONFIG.optimizer,
-            batch_size=BATCH,
-            times=(),
-            adds_up=case.policy.adds_up,
-            seed=SEED,
-        )
+        plan = TrainingPlan(problem=case.problem, optimizer=CONFIG.optimizer, batch_size=BATCH)
+        scenario = Scenario(policy=case.policy, workers=WORKERS, seed=SEED)
+        super().__init__(plan, scenario, case.policy, Curve(case.problem, ()))
         self.ended: list[int] = []
         self.enough: list[int] = []
 

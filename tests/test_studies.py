@@ -32,6 +32,7 @@ from paceline.studies import (
     StudyContext,
     StudyResult,
     TradeOffStudy,
+    WarmUpStudy,
     files,
     optimizers,
 )
@@ -54,6 +55,7 @@ QUICK: dict[str, Study] = {
     "communication": CommunicationStudy(workers=(2, 8), messages=("4kB", "25MB")),
     "stragglers": StragglersStudy(workers=(4, 40), iterations=30),
     "trade-off": TradeOffStudy(problem="digits", policies=("sync", "async"), seconds=20.0, points=5),
+    "warm-up": WarmUpStudy(problem="digits", workers=8, rates=(0.1,), epochs=2, seeds=2),
 }
 FORMULAS = {"communication"}  # nothing random in them, and nothing for threads to do
 FORMULA_ARGUMENTS = ["study", "communication", "--workers", "2,8", "--messages", "4kB"]

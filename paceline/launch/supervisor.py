@@ -121,6 +121,8 @@ def _watch(processes: Processes, service: Service, store: HostedStore | None, st
             raise PacelineError(f"the store for torch.distributed does not start: {store.error}")
         service.attend()
         fault = service.fault()
+    if fault is not None and not fault.traceback:
+        _hear_of_signals(processes, stop)
     if fault is None or stop:
         return None
     processes.wait(_TIME_TO_GATHER)
@@ -129,6 +131,18 @@ def _watch(processes: Processes, service: Service, store: HostedStore | None, st
     processes.signal(signal.SIGTERM)
     processes.wait(_TIME_TO_END)
     return fault
+
+
+def _hear_of_signals(processes: Processes, stop: list[int]) -> None:
+    """If a worker got a signal and all workers stop, let them save, and take the signal for ours."""
+    if all(state.asked_by is None for state in processes.states):
+        return
+    processes.wait(_TIME_TO_SAVE, until=lambda: bool(stop))
+    asked = next((state for state in processes.states if state.asked_by), None)
+    if asked is not None and not stop:
+        stop.append(asked.asked_by or 0)
+        name = signal.Signals(stop[0]).name
+        processes.output.write("stderr", f"paceline: worker {asked.rank} was asked to stop by {name}\n")
 
 
 def _stop(processes: Processes, stop: list[int]) -> Fault | None:

@@ -10,6 +10,7 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.peers.ada_comm import AdaCommExchange
 from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.diloco import DiLoCoExchange
 from paceline.peers.elastic import ElasticExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange
 from paceline.peers.gossip import GossipExchange
@@ -19,6 +20,7 @@ from paceline.policies import (
     SMA,
     AdaComm,
     AllReduce,
+    DiLoCo,
     Gossip,
     LocalSGD,
     PeersPolicy,
@@ -39,6 +41,7 @@ EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
     LocalSGD: PeriodicExchange,
     PostLocalSGD: PeriodicExchange,
     AdaComm: AdaCommExchange,
+    DiLoCo: DiLoCoExchange,
     SyncEASGD: ElasticExchange,
     SMA: ElasticExchange,
     Gossip: GossipExchange,

@@ -23,6 +23,7 @@ class AdaComm(Periodic):
     """
 
     name: ClassVar[str] = "ada-comm"
+    needs_loss: ClassVar[bool] = True
 
     window: int = 100  # steps whose losses are averaged for the next choice
 

@@ -13,6 +13,7 @@ class Policy:
     """When and how workers synchronise; a subclass is a frozen dataclass and one line in ``POLICIES``."""
 
     name: ClassVar[str]  # as users type it, with hyphens
+    needs_loss: ClassVar[bool] = False  # whether decisions depend on the workers' losses
 
     def __post_init__(self) -> None:
         check_types("policy", self.name, self)

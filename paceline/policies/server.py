@@ -23,7 +23,6 @@ class ServerPolicy(Policy, ABC):
     have no step, such as those that just joined.
     """
 
-    needs_loss: ClassVar[bool] = False  # whether decisions depend on the losses of pushes
     adds_up: ClassVar[bool] = False  # whether every commit is ``mean_of`` all pushes since the last, in order
 
     def begin(self, workers: int) -> ServerState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -141,9 +142,8 @@ class PeersSession(Session):
         )
         return self._data.batches(feed, epochs)
 
-    def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
-        weight = 1.0 if examples is None else float(examples)
-        return self._exchange.mean(torch.as_tensor(value).detach(), weight)
+    def _mean(self, value: Tensor, weight: float) -> Tensor:
+        return self._exchange.mean(value, weight)
 
     # Saving and telling -----------------------------------------------------------------------------------
 
@@ -303,7 +303,9 @@ class PeersSession(Session):
     def _stop(self) -> NoReturn:
         if self._to_be_saved():
             self.save()
-        report("interrupted", step=self.steps, saved=None if self.run is None else str(self.run.path))
+        number = self._request.number if self._request is not None else 0
+        asked_by = (number or signal.SIGTERM) if self._asked_to_stop() else 0  # a handler of the caller's names none
+        report("interrupted", step=self.steps, saved=None if self.run is None else str(self.run.path), signal=asked_by)
         raise KeyboardInterrupt(f"asked to stop after step {self.steps}")
 
 

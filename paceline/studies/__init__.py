@@ -7,6 +7,7 @@ from paceline.studies.optimizers import OptimizersStudy
 from paceline.studies.stragglers import StragglersStudy
 from paceline.studies.study import Study, StudyContext, StudyResult
 from paceline.studies.trade_off import TradeOffStudy
+from paceline.studies.warm_up import WarmUpStudy
 
 __all__ = [
     "STUDIES",
@@ -17,8 +18,9 @@ __all__ = [
     "StudyContext",
     "StudyResult",
     "TradeOffStudy",
+    "WarmUpStudy",
 ]
 
 STUDIES: dict[str, type[Study]] = {
-    study.name: study for study in (OptimizersStudy, CommunicationStudy, StragglersStudy, TradeOffStudy)
+    study.name: study for study in (OptimizersStudy, CommunicationStudy, StragglersStudy, TradeOffStudy, WarmUpStudy)
 }

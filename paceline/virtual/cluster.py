@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.delays.delay import Changed, Delay
 from paceline.errors import UsageError
-from paceline.policies import ServerPolicy
+from paceline.policies import Policy, ServerPolicy
 from paceline.policies.messages import Actions, Cancel, Commit, Continue, Drop, Push, Send, pushes_of
 from paceline.seeding import derive_seed
 from paceline.virtual.agenda import Agenda, Event, Numbers, StepEnds, Times
@@ -103,10 +103,7 @@ class Cluster:
                 return
             still = 0 if at > self.now else still + 1
             if still > patience:
-                raise UsageError(
-                    f"policy {self._policy}: the clock stands still at {at:g} s, since steps under {self._delay} are "
-                    "too short to move it; give longer ones, as in --delays 1"
-                )
+                raise standing_still(self._policy, self._delay, at)
             self.now = at
             if batch.call is not None:
                 batch.call(at)
@@ -258,6 +255,14 @@ class Cluster:
     def _stalled(self) -> str:
         waiting = f"{len(self.state.waiting)} of {self.workers} workers wait"
         return f"policy {self._policy} came to a standstill at {self.now:g} s, after {self.version} commits: {waiting}"
+
+
+def standing_still(policy: Policy, delay: Delay, at: float) -> UsageError:
+    """The error of a clock that no step moves."""
+    return UsageError(
+        f"policy {policy}: the clock stands still at {at:g} s, since steps under {delay} are too short to move it; "
+        "give longer ones, as in --delays 1"
+    )
 
 
 @contextlib.contextmanager

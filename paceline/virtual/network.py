@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.virtual.agenda import Times
-from paceline.virtual.links import Link
+from paceline.virtual.links import Link, parse_link, ring_bytes
 
 
 class Network(ABC):
@@ -82,3 +82,40 @@ class Collective(Network):
             at += self._exposed(at - self._began)
         self._began = at
         return np.full(workers, at)
+
+
+class PeersNetwork:
+    """The clocks of the workers, and what their messages cost.
+
+    ``all_reduce_seconds`` gives the time of an all-reduce of that many bytes. Collectives go over the links one after
+    the other. A broadcast is half of an all-reduce, and so is an all-gather of as many bytes in all (Thakur et al.,
+    2005). Messages between two workers leave the sender one after the other. Every byte counts ``scale`` times.
+    """
+
+    def __init__(
+        self, workers: int, link: str | Link, all_reduce_seconds: Callable[[float], float], *, scale: float = 1.0
+    ) -> None:
+        self.clocks = np.zeros(workers)
+        self.bytes_in = 0.0  # of a server, which peers have not
+        self.bytes_out = 0.0
+        self._link, self._all_reduce_seconds, self._scale = parse_link(link), all_reduce_seconds, scale
+        self._busy_until = 0.0  # with collectives
+        self._leaves = np.zeros(workers)  # when each worker's last message has left
+
+    def collective(self, ready: float, nbytes: float, share: float) -> float:
+        """When a collective ends whose last worker came at ``ready``; it is this share of an all-reduce."""
+        nbytes *= self._scale
+        self.bytes_out += len(self.clocks) * share * ring_bytes(nbytes, len(self.clocks))
+        self._busy_until = max(ready, self._busy_until) + share * self._all_reduce_seconds(nbytes)
+        return self._busy_until
+
+    def message(self, sender: int, nbytes: float) -> float:
+        """When a message arrives that the sender sends now."""
+        nbytes *= self._scale
+        self.bytes_out += nbytes
+        self._leaves[sender] = max(self.clocks[sender], self._leaves[sender]) + nbytes / self._link.bandwidth
+        return float(self._leaves[sender] + self._link.latency)
+
+    def advance(self, worker: int, to: float) -> None:
+        """Let a worker's clock be at least at this time."""
+        self.clocks[worker] = max(self.clocks[worker], to)
