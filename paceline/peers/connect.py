@@ -60,6 +60,7 @@ def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tupl
         peers = default_peers(device, rank_and_size)
     else:
         return Alone()
+    _check_processes(policy, peers.size)
     if peers.size == 1:
         return Alone()
     if not isinstance(policy, PeersPolicy):
@@ -68,3 +69,13 @@ def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tupl
             f"run the script with: paceline run --workers N --policy '{policy}' script.py"
         )
     return EXCHANGES[type(policy)](model, peers, policy)
+
+
+def _check_processes(policy: Policy, processes: int) -> None:
+    """Raise if the processes cannot be divided among workers as the policy wants it."""
+    wanted = policy.processes_per_worker if isinstance(policy, PeersPolicy) else 1
+    if processes % wanted:
+        raise UsageError(
+            f"policy {policy} wants {wanted} processes for each worker, and there are {processes}; start a multiple of "
+            f"{wanted}, or let paceline run --policy '{policy}' start them"
+        )

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import UsageError
-from paceline.launch.environment import asked_policy, take_server_assignment
+from paceline.launch.environment import asked_policy, asked_probe, take_server_assignment
 from paceline.launch.reports import report
 from paceline.policies import PeersPolicy, Policy, ServerPolicy, parse_policy
 from paceline.sessions.checks import (
@@ -26,6 +26,7 @@ from paceline.sessions.checks import (
 )
 from paceline.sessions.nan_guard import OnNaN
 from paceline.sessions.peers import join_peers
+from paceline.sessions.probing import join_for_probe
 from paceline.sessions.request import JoinRequest
 from paceline.sessions.server import host
 from paceline.sessions.session import Session
@@ -137,8 +138,14 @@ def join_with_server(request: JoinRequest) -> Session:
     return join_as_worker(request.train_state, request.model, assignment, policy=request.policy, on_nan=request.on_nan)
 
 
+def join_equals(request: JoinRequest) -> Session:
+    """Join a run without a server; or only a probe before it, which measures how fast it would be."""
+    seconds = asked_probe()
+    return join_peers(request) if seconds is None else join_for_probe(request, seconds)
+
+
 _JOINERS: dict[type[Policy], Callable[[JoinRequest], Session]] = {
-    PeersPolicy: join_peers,
+    PeersPolicy: join_equals,
     ServerPolicy: join_with_server,
 }
 

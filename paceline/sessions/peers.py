@@ -309,8 +309,8 @@ class PeersSession(Session):
         raise KeyboardInterrupt(f"asked to stop after step {self.steps}")
 
 
-def join_peers(request: JoinRequest) -> PeersSession:
-    """Join as one of several equal workers, or alone."""
+def join_peers(request: JoinRequest, kind: type[PeersSession] = PeersSession) -> PeersSession:
+    """Join as one of several equal workers, or alone, in a session of this ``kind``."""
     report("joined")  # before others are waited for: then one that never joins is found out
     train_state, run = request.train_state, request.run
     exchange = connect(train_state.model, request.policy, group=request.group, rank_and_size=read_rank_and_size())
@@ -318,7 +318,7 @@ def join_peers(request: JoinRequest) -> PeersSession:
     try:
         if run is not None and exchange.rank == 0:
             opened = open_run(run, request.resume, request.keep)
-        session = PeersSession(
+        session = kind(
             train_state,
             policy=request.policy,
             exchange=exchange,
