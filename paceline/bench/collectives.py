@@ -1,10 +1,10 @@
 """Times an all-reduce on this host: our backend of ``torch.distributed`` against Gloo, in one run.
 
 All ways are synchronous float32 sums through ``torch.distributed`` (MPI, if installed, through mpi4py in a separate
-run). They take turns of a few calls, so that the scheduler treats all alike: on busy cores a call takes microseconds or,
-if a rank must wait for its core, milliseconds. A barrier before each call keeps the wait for late ranks out of the times,
-which are medians on rank 0. ``hot`` buffers are reduced repeatedly; before each call with ``cold`` buffers every rank
-writes 64 MB of other memory.
+run). They take turns of a few calls, so that the scheduler treats all alike: on busy cores a call takes microseconds,
+or milliseconds if a rank must wait for its core. A barrier before each call keeps the wait for late ranks out of the
+times, which are medians on rank 0. ``hot`` buffers are reduced repeatedly; before each call with ``cold`` buffers every
+rank writes 64 MB of other memory.
 
 An all-reduce of N bytes on P ranks must read at least P x N bytes and write as many. ``bandwidth_share`` is the time in
 which all ranks at once copy buffers of that size, over the time of the all-reduce.
