@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# On two idle cores two threads were hardly faster than one for steps of 41 and 89 million operations (net2, digits),
-# and faster from 149 million on (net3). On busy cores they were slower for all three. See benchmarks/threads.py.
+# On two idle cores two threads were hardly faster than one for steps of 42 and 89 million operations (net2, digits),
+# and faster from 150 million on (net3). On busy cores they were slower for all three. See benchmarks/threads.py.
 _WORTH_SHARING = 115e6  # operations of a step
 _PER_ELEMENT = 10  # operations of a matrix product that take as long as one element of any other result
 
