@@ -245,3 +245,11 @@ def test_threads(run: Scripts) -> None:
     ways = [(row["threads"], row["beside"]) for row in found["rows"]]
     assert ways == [(1, 0), (found["cores"], 0), (1, found["cores"]), (found["cores"], found["cores"])]
     assert all(positive(row, "mflop", "step_ms", "over_one", "over_idle") for row in found["rows"])
+
+
+@pytest.mark.soak
+def test_threads_of_a_script(run: Scripts) -> None:
+    found = run("threads.py", "--script")
+    ways = [(row["threads"], row["beside"]) for row in found["rows"]]
+    assert ways == [(0, 0), (0, found["cores"]), (found["cores"], 0), (found["cores"], found["cores"])]
+    assert all(positive(row, "mflop", "step_ms", "over_one", "over_idle") for row in found["rows"])

@@ -148,7 +148,8 @@ def train(
     if resume is None:
         needs_server(options["policy"], asking, workers)  # before torch is imported
     from paceline.launch.service import ServerOptions
-    from paceline.training.threads import one_thread, wants_one_thread
+    from paceline.threads import one_thread
+    from paceline.training.threads import wants_one_thread
     from paceline.training.train import TrainConfig, check_config, load_config_problem
 
     if resume is not None:

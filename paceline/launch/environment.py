@@ -29,7 +29,8 @@ _BIND = "PACELINE_BIND"
 _TRUSTED = "PACELINE_TRUSTED"
 _REPLAY = "PACELINE_REPLAY"
 _SHARD = "PACELINE_SHARD"
-SERVICE = (_SERVER, TOKEN, _ROLE, _MEMORY_DESCRIPTOR, _INCARNATION, _DELAY, _BIND, _TRUSTED, _REPLAY, _SHARD)
+_THREADS = "PACELINE_THREADS"
+SERVICE = (_SERVER, TOKEN, _ROLE, _MEMORY_DESCRIPTOR, _INCARNATION, _DELAY, _BIND, _TRUSTED, _REPLAY, _SHARD, _THREADS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class ServerAssignment:
     replay: ReplayOrder | None = None  # for the server: replay a recorded run
     shard_fds: tuple[int, ...] = ()  # the shared memory of each further server
     shard: int = 0  # for a server: its number among the servers
+    threads: int | None = None  # for a worker: those of torch that the launcher chose; None if the user set them
 
     @property
     def joining(self) -> bool:
@@ -189,6 +191,7 @@ def _read_server_assignment(environment: Mapping[str, str]) -> ServerAssignment:
         replay=_read_replay(variables.text(_REPLAY, _SERVER)) if variables.any(_REPLAY) else None,
         shard_fds=tuple(number for number in others if number is not None),
         shard=variables.number(_SHARD, _SERVER) if variables.any(_SHARD) else 0,
+        threads=variables.number(_THREADS, _SERVER) if variables.any(_THREADS) else None,
     )
 
 
@@ -239,6 +242,7 @@ def server_variables(assignment: ServerAssignment) -> dict[str, str]:
         _TRUSTED: "1" if assignment.trusted else None,
         _REPLAY: assignment.replay and json.dumps(asdict(assignment.replay)),
         _SHARD: assignment.shard or None,
+        _THREADS: assignment.threads,
     }
     return {name: str(value) for name, value in values.items() if value is not None}
 

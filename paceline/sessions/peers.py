@@ -31,6 +31,7 @@ from paceline.sessions.nan_guard import OnNaN, SkipUpdate
 from paceline.sessions.request import JoinRequest
 from paceline.sessions.run_state import Position, RunState, open_run
 from paceline.sessions.session import Session, Step
+from paceline.sessions.thread_choice import ThreadChoice
 from paceline.sessions.timing import StepClock
 from paceline.train_state import TrainState
 
@@ -80,6 +81,8 @@ class PeersSession(Session):
         )
         self._save_every, self._log_every = save_every, log_every
         self._injected_delays: InjectedDelays | None = None  # computing time to inject
+        self._threads: ThreadChoice | None = None  # set where the launcher chose several
+        self._undecided: ThreadChoice | None = None  # the same, until the first update is made
         self._num_bytes = 0  # exchanged in the steps since the last line of metrics
         self._num_bytes_before = 0  # of the update under way, in all
         self._request: StopRequest | None = None  # set where a signal is granted after the update under way
@@ -98,6 +101,21 @@ class PeersSession(Session):
     def inject_delays(self, text: str, unit: float) -> None:
         """Lengthen every block by a time that is drawn from this distribution."""
         self._injected_delays = InjectedDelays(text, unit, seed=self.seed, worker=self.rank)
+
+    def choose_threads(self, threads: int) -> None:
+        """Have one thread of torch in place of so many, if the run's first step is small."""
+        self._threads = ThreadChoice(self._train_state.model, threads)
+        if self._run_state.one_thread is None:
+            self._undecided = self._threads
+        elif self._run_state.one_thread:
+            self._threads.apply()
+
+    def _decide_on_threads(self, choice: ThreadChoice) -> None:
+        self._undecided = None
+        self._run_state.one_thread = choice.decide(self._exchange.share)
+        if self._run_state.one_thread:
+            choice.apply()
+            self._write("threads", threads=1)
 
     # The loop ---------------------------------------------------------------------------------------------
 
@@ -170,6 +188,8 @@ class PeersSession(Session):
         finally:
             if self._request is not None:
                 self._request.leave()
+            if self._threads is not None:
+                self._threads.close()
             self._exchange.close()
 
     def _end_well(self) -> None:
@@ -208,6 +228,8 @@ class PeersSession(Session):
         elif step.closure is None:
             self._arm(step, own, total)
         self._enter(step, fresh=fresh)
+        if self._undecided is not None:
+            self._undecided.begin()
         if self._injected_delays is not None:
             time.sleep(self._injected_delays.of_step(self._blocks))
 
@@ -218,6 +240,8 @@ class PeersSession(Session):
 
     def _end(self, step: Step, error: BaseException | None) -> bool:
         self._current = None
+        if self._undecided is not None:
+            self._undecided.end(failed=error is not None)
         self._accumulating = step.accumulate and error is None
         if error is not None:
             self._exchange.release(failed=True)
@@ -250,6 +274,8 @@ class PeersSession(Session):
             self.timing = self._clock.updated(outcome, self.rank)
         if self.run is not None:
             self._log(step, outcome, rate)
+        if self._undecided is not None:
+            self._decide_on_threads(self._undecided)
         if self._saves and self._save_every is not None and self.steps % self._save_every == 0:
             self.save()
         if self._stopping or (self.world_size == 1 and self._asked_to_stop()):
@@ -330,8 +356,11 @@ def join_peers(request: JoinRequest, kind: type[PeersSession] = PeersSession) ->
             on_nan=request.on_nan,
         )
         session.start(run, request.resume, request.config)
-        if request.assignment is not None and request.assignment.delay is not None:
-            session.inject_delays(*request.assignment.delay)
+        if (assignment := request.assignment) is not None:
+            if assignment.delay is not None:
+                session.inject_delays(*assignment.delay)
+            if assignment.threads is not None and assignment.threads > 1:
+                session.choose_threads(assignment.threads)
         if run is not None and supervised():
             session.hear_stops(OF_SESSIONS)
     except BaseException:

@@ -55,6 +55,7 @@ class RunState:
         self._train_state, self._policy, self._exchange = train_state, policy, exchange
         self._data, self._run, self._seeded, self._nan_guard = data, run, seeded, nan_guard
         self.saved_at: int | None = None  # the step of the run's newest checkpoint, as far as it is of this state
+        self.one_thread: bool | None = None  # whether the first step was found small; None if nobody counted
         self._metrics_bytes = 0  # how much of the metrics is of this run
         self._closed = False
 
@@ -142,6 +143,7 @@ class RunState:
         self._data.load_state_dict(state["data"])
         session = state["session"]
         position = Position(*(session[name] for name in Position._fields))
+        self.one_thread = session["one_thread"]
         restore_streams(state["streams"])
         if self._exchange.rank == 0 and self._train_state.has_unsaved_scheduler():
             logger.warning(
@@ -214,6 +216,7 @@ class RunState:
             "session": {
                 **position._asdict(),
                 "policy": str(self._policy),
+                "one_thread": self.one_thread,
                 "metrics_bytes": metrics.sync() if metrics is not None else 0,
             },
             "streams": capture_streams(),

@@ -23,7 +23,7 @@ from paceline.studies.outcomes import (
     times_row,
 )
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
-from paceline.training.threads import one_thread
+from paceline.threads import one_thread
 from paceline.virtual.formulas import NoFormulaError
 from paceline.virtual.plan import TrainingOutcome, TrainingPlan
 from paceline.virtual.simulate import Scenario
