@@ -37,6 +37,7 @@ __all__ = [
     "Async",
     "CheckpointError",
     "CommError",
+    "DiLoCo",
     "DistributedDataParallel",
     "Gossip",
     "KAsync",

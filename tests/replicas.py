@@ -19,6 +19,8 @@ REPLICAS = [
     "local-sgd(every=4)",
     "post-local-sgd(every=4, start=2)",
     "ada-comm(every=4, window=2)",
+    "diloco(every=4)",
+    "diloco(every=5, fragments=2, overlap=3)",
     "sync-easgd",
     "sma",
     "sma(every=4, momentum=0.5)",

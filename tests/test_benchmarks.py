@@ -158,6 +158,17 @@ def test_bucket_sweep_on_two_hosts(run: Scripts) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.data
+def test_slow_link(run: Scripts, data_dir: Path) -> None:
+    found = run("slow_link.py", "--data", str(data_dir / "mnist"))
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    assert [row["policy"] for row in found["rows"]] == ["all-reduce", "local-sgd(every=16)"]
+    for row in found["rows"]:
+        assert positive(row, "examples_per_s", "throughput_ratio", "steps", "seconds_to_target", "speedup")
+
+
+@pytest.mark.soak
 def test_scaling(run: Scripts) -> None:
     found = run("scaling.py")
     assert [(row["scaling"], row["workers"]) for row in found["rows"]] == [

@@ -141,7 +141,7 @@ def ada_comm_by_hand(every: int, window: int, steps: int) -> list[int]:
 
 @pytest.mark.parametrize(("every", "window"), [(6, 1), (6, 10), (9, 4)])
 def test_workers_follow_the_mean_loss_of_all(world: World, every: int, window: int, tmp_path: Path) -> None:
-    """Also through a checkpoint, on as many workers and on fewer."""
+    """Also through a checkpoint."""
     policy, run = f"ada-comm(every={every}, window={window})", tmp_path / "run"
     wanted = ada_comm_by_hand(every, window, 60)
     assert len(wanted) > 60 / every, "periods get shorter"

@@ -22,7 +22,12 @@ from paceline.policies import AllReduce, parse_policy
 
 every_policy = pytest.mark.parametrize("policy", REPLICAS)
 # Plain SGD under each of these is all-reduce, but for rounding.
-EXACT = ["local-sgd(every=1)", "post-local-sgd(every=5)", "ada-comm(every=1)"]
+EXACT = [
+    "local-sgd(every=1)",
+    "post-local-sgd(every=5)",
+    "ada-comm(every=1)",
+    "diloco(every=1, outer_lr=1, outer_momentum=0)",
+]
 
 
 def test_the_table_of_this_suite_has_every_policy() -> None:
@@ -118,7 +123,7 @@ def test_a_run_goes_on_under_another_policy_and_back(world: World, policy: str, 
 @every_policy
 def test_inside_averaged_all_are_the_same_and_after_it_each_is_its_own(world: World, policy: str) -> None:
     def work(group: Any) -> tuple[Tensor, Tensor, Tensor]:
-        model = nn.Linear(1, 1, bias=False)
+        model = nn.Linear(1, 1)
         with paceline.join(model, plain(model), policy=policy, group=group) as session:
             for _ in range(3):
                 with session.step():
@@ -139,7 +144,7 @@ def test_inside_averaged_all_are_the_same_and_after_it_each_is_its_own(world: Wo
 @every_policy
 def test_halves_are_averaged_in_single_precision(world: World, policy: str) -> None:
     def work(group: Any) -> Tensor:
-        model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+        model = nn.Linear(1, 1).to(torch.bfloat16)
         nn.init.constant_(model.weight, 1.0)
         with paceline.join(model, plain(model), policy=policy, group=group) as session, session.step():
             backward(0.04 * (1 + session.rank) * model(torch.ones(1, 1, dtype=torch.bfloat16)).sum())
@@ -189,7 +194,7 @@ def test_a_worker_without_data_takes_part_with_no_weight(world: World, policy: s
 @every_policy
 def test_one_worker_may_skip_an_update(world: World, policy: str) -> None:
     def work(group: Any) -> tuple[list[bool], Tensor]:
-        model = nn.Linear(1, 1, bias=False)
+        model = nn.Linear(1, 1)
         skipped = []
         with paceline.join(model, plain(model), policy=policy, group=group, on_nan="skip") as session:
             for number in range(9):
@@ -209,7 +214,7 @@ def test_one_worker_may_skip_an_update(world: World, policy: str) -> None:
 
 def test_a_replica_that_is_no_longer_finite_is_not_saved(world: World, tmp_path: Path) -> None:
     def work(group: Any) -> None:
-        model = nn.Linear(1, 1, bias=False)
+        model = nn.Linear(1, 1)
         with paceline.join(model, plain(model), policy="local-sgd(every=4)", group=group, run=tmp_path) as session:
             with session.step():
                 backward(model(torch.full((1, 1), float("nan") if session.rank else 1.0)).sum())
@@ -263,7 +268,7 @@ def test_accumulated_batches_are_one_step(world: World, policy: str) -> None:
 @every_policy
 def test_a_grad_scaler_is_each_workers_own(world: World, policy: str) -> None:
     def work(group: Any) -> tuple[float, Tensor]:
-        model = nn.Linear(1, 1, bias=False)
+        model = nn.Linear(1, 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
         with paceline.join(model, plain(model), policy=policy, group=group, scaler=scaler) as session:
             for number in range(9):

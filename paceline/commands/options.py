@@ -56,6 +56,14 @@ def needs_server(policy: str | None, asked_by: str | None, workers: int | None) 
     return False
 
 
+def processes_per_worker(policy: str | None) -> int:
+    """How many processes a policy wants in the place of each worker."""
+    from paceline.policies import PeersPolicy, parse_policy
+
+    parsed = None if policy is None else parse_policy(policy)
+    return parsed.processes_per_worker if isinstance(parsed, PeersPolicy) else 1
+
+
 def read_delay(text: str | None, unit: str | None, workers: int | None) -> tuple[str, float] | None:
     """Check a delay and its unit, and the workers that it names if their number is known."""
     if text is None:

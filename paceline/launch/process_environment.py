@@ -21,11 +21,15 @@ class ProcessEnvironment:
     port: int | None = None  # of the store of torch.distributed; None if the workers have none
     assignment: ServerAssignment | None = None
     policy: str | None = None
+    per_device: int = 1  # workers that share a device, and so a local rank
     base: Mapping[str, str] | None = None
 
     def worker(self, rank: int, *, incarnation: int = 0) -> dict[str, str]:
         """The environment of a worker; without a store, it joins a server on another host and gets its rank there."""
-        world: dict[str, object] = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.workers}
+        world: dict[str, object] = {
+            "LOCAL_RANK": rank // self.per_device,
+            "LOCAL_WORLD_SIZE": -(-self.workers // self.per_device),
+        }
         if self.port is not None:
             world |= {
                 "RANK": rank,

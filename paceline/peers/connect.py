@@ -10,6 +10,7 @@ from torch import nn
 from paceline.errors import UsageError
 from paceline.peers.ada_comm import AdaCommExchange
 from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.diloco import DiLoCoExchange
 from paceline.peers.elastic import ElasticExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange
 from paceline.peers.gossip import GossipExchange
@@ -19,6 +20,7 @@ from paceline.policies import (
     SMA,
     AdaComm,
     AllReduce,
+    DiLoCo,
     Gossip,
     LocalSGD,
     PeersPolicy,
@@ -39,6 +41,7 @@ EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
     LocalSGD: PeriodicExchange,
     PostLocalSGD: PeriodicExchange,
     AdaComm: AdaCommExchange,
+    DiLoCo: DiLoCoExchange,
     SyncEASGD: ElasticExchange,
     SMA: ElasticExchange,
     Gossip: GossipExchange,
@@ -57,6 +60,7 @@ def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tupl
         peers = default_peers(device, rank_and_size)
     else:
         return Alone()
+    _check_processes(policy, peers.size)
     if peers.size == 1:
         return Alone()
     if not isinstance(policy, PeersPolicy):
@@ -65,3 +69,13 @@ def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tupl
             f"run the script with: paceline run --workers N --policy '{policy}' script.py"
         )
     return EXCHANGES[type(policy)](model, peers, policy)
+
+
+def _check_processes(policy: Policy, processes: int) -> None:
+    """Raise if the processes cannot be divided among workers as the policy wants it."""
+    wanted = policy.processes_per_worker if isinstance(policy, PeersPolicy) else 1
+    if processes % wanted:
+        raise UsageError(
+            f"policy {policy} wants {wanted} processes for each worker, and there are {processes}; start a multiple of "
+            f"{wanted}, or let paceline run --policy '{policy}' start them"
+        )

@@ -26,6 +26,8 @@ class ElasticExchange(ReplicasExchange):
     variance negative.
     """
 
+    common_state = ("highest", "central", "velocity")
+
     def __init__(self, model: nn.Module, peers: Peers, policy: ElasticPolicy) -> None:
         super().__init__(model, peers)
         self._rule = policy.rule(peers.size)
@@ -119,10 +121,8 @@ class ElasticExchange(ReplicasExchange):
         return [as_real(tensor) for tensor in (*self._trained, *self.buffers()) if is_continuous(tensor)]
 
     def state_dict(self) -> dict[str, Any]:
-        state = {**super().state_dict(), "highest": self._highest}
-        if self.rank == 0:  # all have the same
-            state |= {"central": self._central, "velocity": self._velocity}
-        return state
+        common = {"highest": self._highest, "central": self._central, "velocity": self._velocity}
+        return {**super().state_dict(), **common}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

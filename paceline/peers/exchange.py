@@ -32,6 +32,7 @@ class Exchange(Protocol):
     rank: int
     world_size: int
     replicas_differ: bool  # whether the workers' parameters may differ between steps
+    common_state: tuple[str, ...]  # entries of the state that are the same on all workers
 
     @property
     def num_bytes(self) -> int:
@@ -113,6 +114,7 @@ class Alone:
     rank = 0
     world_size = 1
     replicas_differ = False
+    common_state: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -7,6 +7,7 @@ from paceline.policies.ada_comm import AdaComm
 from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
+from paceline.policies.diloco import DiLoCo
 from paceline.policies.elastic import SMA, ElasticPolicy, ElasticRule, SyncEASGD
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
 from paceline.policies.gossip import Gossip
@@ -26,6 +27,7 @@ __all__ = [
     "AdaSync",
     "AllReduce",
     "Async",
+    "DiLoCo",
     "ElasticPolicy",
     "ElasticRule",
     "Gossip",
@@ -45,7 +47,16 @@ __all__ = [
     "parse_policy",
 ]
 
-_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD, PostLocalSGD, AdaComm, SyncEASGD, SMA, Gossip)
+_PEERS: tuple[type[PeersPolicy], ...] = (
+    AllReduce,
+    LocalSGD,
+    PostLocalSGD,
+    AdaComm,
+    DiLoCo,
+    SyncEASGD,
+    SMA,
+    Gossip,
+)
 _SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 
@@ -58,6 +69,6 @@ def parse_policy(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    if isinstance(policy, str):
+    if isinstance(policy, str) and policy:
         return from_spec("policy", POLICIES, policy)
     raise UsageError(f"wanted a policy or its text form, got {policy!r}; for example policy={AllReduce.name!r}")

@@ -118,7 +118,12 @@ class SMA(ElasticPolicy):
 
     @property
     def processes_per_worker(self) -> int:
-        return 1 if self.learners == "auto" else self.learners
+        if self.learners == "auto":
+            raise UsageError(
+                f"policy {self}: the learners of auto are found by paceline train and paceline run, given --policy "
+                f"'{self}'; elsewhere say how many, as in sma(learners=2)"
+            )
+        return self.learners
 
     def rule(self, workers: int) -> ElasticRule:
         alpha = 1 / workers if self.alpha is None else self.alpha

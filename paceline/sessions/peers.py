@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -141,9 +142,8 @@ class PeersSession(Session):
         )
         return self._data.batches(feed, epochs)
 
-    def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
-        weight = 1.0 if examples is None else float(examples)
-        return self._exchange.mean(torch.as_tensor(value).detach(), weight)
+    def _mean(self, value: Tensor, weight: float) -> Tensor:
+        return self._exchange.mean(value, weight)
 
     # Saving and telling -----------------------------------------------------------------------------------
 
@@ -303,12 +303,14 @@ class PeersSession(Session):
     def _stop(self) -> NoReturn:
         if self._to_be_saved():
             self.save()
-        report("interrupted", step=self.steps, saved=None if self.run is None else str(self.run.path))
+        number = self._request.number if self._request is not None else 0
+        asked_by = (number or signal.SIGTERM) if self._asked_to_stop() else 0  # a handler of the caller's names none
+        report("interrupted", step=self.steps, saved=None if self.run is None else str(self.run.path), signal=asked_by)
         raise KeyboardInterrupt(f"asked to stop after step {self.steps}")
 
 
-def join_peers(request: JoinRequest) -> PeersSession:
-    """Join as one of several equal workers, or alone."""
+def join_peers(request: JoinRequest, kind: type[PeersSession] = PeersSession) -> PeersSession:
+    """Join as one of several equal workers, or alone, in a session of this ``kind``."""
     report("joined")  # before others are waited for: then one that never joins is found out
     train_state, run = request.train_state, request.run
     exchange = connect(train_state.model, request.policy, group=request.group, rank_and_size=read_rank_and_size())
@@ -316,7 +318,7 @@ def join_peers(request: JoinRequest) -> PeersSession:
     try:
         if run is not None and exchange.rank == 0:
             opened = open_run(run, request.resume, request.keep)
-        session = PeersSession(
+        session = kind(
             train_state,
             policy=request.policy,
             exchange=exchange,

@@ -154,7 +154,7 @@ class RunState:
     def _load_replica(self, state: Mapping[str, Any]) -> None:
         """Load this worker's own replica; or the run's answer, if there were more or fewer, or another policy.
 
-        What all workers have alike in their exchanges is in worker 0's alone.
+        What the exchanges of all workers have in common is in that of worker 0.
         """
         replicas, exchange = state["replicas"], self._exchange
         same_policy = type(parse_policy(state["session"]["policy"])) is type(self._policy)
@@ -174,7 +174,7 @@ class RunState:
         """
         if self._exchange.rank == 0 or self._exchange.replicas_differ:
             self._nan_guard.check_parameters(self._train_state.model)
-        replicas = self._exchange.gather(self._replica()) if self._exchange.replicas_differ else []
+        replicas = self._exchange.gather(self._replica(common=False)) if self._exchange.replicas_differ else []
         with self._exchange.averaged():
             file = (
                 self._write({**self._state(position), "replicas": replicas}, path) if self._exchange.rank == 0 else None
@@ -199,14 +199,17 @@ class RunState:
         if self._run is not None:
             self._run.close()
 
-    def _replica(self) -> dict[str, object]:
-        """What of the state may differ from worker to worker."""
-        return {"trainee": self._train_state.state_dict(), "exchange": self._exchange.state_dict()}
+    def _replica(self, *, common: bool) -> dict[str, object]:
+        """What of the state may differ from worker to worker; or all of it, with what they have in ``common``."""
+        exchange = self._exchange.state_dict()
+        if not common:
+            exchange = {name: value for name, value in exchange.items() if name not in self._exchange.common_state}
+        return {"trainee": self._train_state.state_dict(), "exchange": exchange}
 
     def _state(self, position: Position) -> dict[str, object]:
         metrics = self._run.metrics if self._run is not None else None
         return {
-            **self._replica(),
+            **self._replica(common=True),
             "data": self._data.state_dict(),
             "session": {
                 **position._asdict(),

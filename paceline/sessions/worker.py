@@ -223,15 +223,11 @@ class WorkerSession(Session):
         self._client.ask(NEWEST_PARAMETERS)
         self.steps = self._client.next_step(NEWEST_PARAMETERS).version
 
-    def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
-        tensor = torch.as_tensor(value).detach()
+    def _mean(self, value: Tensor, weight: float) -> Tensor:
         self._means += 1
-        weight = 1.0 if examples is None else float(examples)
-        values = tuple(tensor.reshape(-1).double().tolist())
+        values = tuple(value.reshape(-1).double().tolist())
         averaged = self._client.mean(self.epoch, f"{self.epoch}/{self._means}", weight, values)
-        return (
-            torch.tensor(averaged, dtype=torch.float64).reshape(tensor.shape).to(tensor.device, averaged_dtype(tensor))
-        )
+        return torch.tensor(averaged, dtype=torch.float64).reshape(value.shape).to(value.device, averaged_dtype(value))
 
     def save(self, path: str | Path | None = None) -> Path | None:
         if self._current is not None:

@@ -375,9 +375,12 @@ def _evaluation_batches(dataset: Dataset[Any], rank: int, world_size: int) -> It
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is the best available."""
+    """The device of that name; ``auto`` is the GPU of this worker's local rank, if there are any."""
+    if name == "auto" and torch.cuda.is_available():
+        world = read_world()
+        return torch.device("cuda", 0 if world is None else world.local_rank % torch.cuda.device_count())
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu")
     try:
         device = torch.device(name)
         torch.ones(1, device=device).item()
