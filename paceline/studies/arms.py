@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError
@@ -16,7 +17,7 @@ from paceline.report.series import Series
 from paceline.schedules import ScheduleConfig
 from paceline.studies.intervals import Interval, interval
 from paceline.studies.outcomes import record_of
-from paceline.studies.study import StudyContext
+from paceline.studies.study import Study, StudyContext
 from paceline.training.threads import one_thread
 from paceline.training.train import evaluate
 from paceline.virtual.peers import PeersTraining
@@ -39,6 +40,7 @@ class Arm:
     delay: str = "1"
     link: str = "instant"
     points: int = 1  # evaluations, evenly over the run
+    judges: int | None = None  # test examples to evaluate on, the first ones; None: all
 
     def steps(self, problem: Problem) -> int:
         """Updates in its epochs."""
@@ -48,6 +50,8 @@ class Arm:
 
     def begin(self, problem: Problem, seed: int) -> PeersTraining:
         """Make its training; the clock stands at 0."""
+        if self.judges is not None:
+            problem = dataclasses.replace(problem, test=first(problem.test, self.judges))
         plan = TrainingPlan(
             problem=problem,
             optimizer=self.optimizer,
@@ -79,6 +83,17 @@ class Trial:
     def error(self) -> float:
         """The percentage of test examples that are not classified rightly, at the end."""
         return error(self.last)
+
+    def time_to(self, problem: Problem, target: float) -> float:
+        """The virtual time at which the metric first reached the target on the test data; infinite if never."""
+        reached = self.outcome.time_to(problem, target)
+        return math.inf if reached is None else reached
+
+    def epochs_to(self, problem: Problem, target: float) -> float:
+        """The epochs until then; infinite if never."""
+        good = (point for point in self.outcome.curve if problem.metric.reaches(point.value, target))
+        reached = next(good, None)
+        return math.inf if reached is None else self.arm.epochs * reached.commits / self.last.commits
 
     def as_record(self) -> dict[str, Any]:
         """All measurements as a dict that fits JSON."""
@@ -144,7 +159,7 @@ def run_arms(arms: Sequence[Arm], problem: Problem, seeds: int, context: StudyCo
                     raise KeyboardInterrupt(where) from None
                 return Trials(done=tuple(done), interrupted_at=where)
             done.append(trial)
-    context.tell("done", len(cases), len(cases))
+        context.tell("done", len(cases), len(cases))
     return Trials(done=tuple(done), interrupted_at=None)
 
 
@@ -158,16 +173,34 @@ def _train(arm: Arm, problem: Problem, seed: int, stop: Sequence[object]) -> Tri
     return Trial(arm=arm, seed=seed, outcome=training.outcome(), train_loss=loss, train_value=value)
 
 
+def check_counts(study: Study, *names: str) -> None:
+    """Raise if one of these options is below 1."""
+    for name in names:
+        if getattr(study, name) < 1:
+            raise UsageError(f"study {study.name!r}: {name} must be at least 1, got {getattr(study, name)}")
+
+
+def note_on(seeds: int) -> str:
+    """Say what the intervals and verdicts are made of."""
+    return (
+        f"Means over {seeds} seeds; +- is half the 95 % interval. A claim holds if the 95 % interval of the paired "
+        "differences is above 0."
+    )
+
+
 def error(point: Point) -> float:
     """The percentage of examples that are not classified rightly."""
     return 100 * (1 - point.value)
 
 
-def load_first(name: str, model: str, examples: int | None, context: StudyContext) -> Problem:
+def load_first(name: str, model: str | None, examples: int | None, context: StudyContext) -> Problem:
     """Load a problem with the first ``examples`` of its training data; None: all."""
     problem = load_problem(name, ProblemOptions(data=context.data, model=model, seed=context.seed))
-    if examples is None:
-        return problem
-    if not isinstance(problem.train, TensorDataset) or len(problem.train) < examples:
-        raise UsageError(f"problem {name!r} has no {examples:,} training examples to take; leave out --examples")
-    return dataclasses.replace(problem, train=TensorDataset(*(tensor[:examples] for tensor in problem.train.tensors)))
+    return problem if examples is None else dataclasses.replace(problem, train=first(problem.train, examples))
+
+
+def first(dataset: Dataset[Any], examples: int) -> TensorDataset:
+    """The first examples of a data set."""
+    if not isinstance(dataset, TensorDataset) or len(dataset) < examples:
+        raise UsageError(f"wanted {examples:,} examples of the data set, which has fewer; ask for fewer, or for all")
+    return TensorDataset(*(tensor[:examples] for tensor in dataset.tensors))

@@ -8,7 +8,7 @@ from typing import ClassVar
 from paceline.errors import UsageError
 from paceline.report.series import Axis
 from paceline.schedules import ScheduleConfig
-from paceline.studies.arms import Arm, Trials, error, load_first, run_arms
+from paceline.studies.arms import Arm, Trials, check_counts, error, load_first, note_on, run_arms
 from paceline.studies.intervals import verdict
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 
@@ -46,9 +46,7 @@ class WarmUpStudy(Study):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch_size", "workers", "epochs", "seeds"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"study {self.name!r}: {name} must be at least 1, got {getattr(self, name)}")
+        check_counts(self, "batch_size", "workers", "epochs", "seeds")
         if not self.rates or min(self.rates) <= 0:
             raise UsageError(f"study {self.name!r}: rates must be above 0, as in --rates 0.02,0.06, got {self.rates}")
         if len(set(self.rates)) < len(self.rates):
@@ -130,9 +128,8 @@ class WarmUpStudy(Study):
             "published errors are of ResNet-50 on ImageNet, kn = 256 and 8k; the deck's table leaves out that of the "
             "constant warm-up.",
             f"{self.problem}, {self.model}, {self.epochs} epochs, SGD with Nesterov momentum 0.9 and weight decay "
-            f"0.0001. The large batch is that of k = {self.workers} workers with n = {self.batch_size} each, computed by "
+            f"0.0001. The large batch is that of k = {self.workers} workers with n = {self.batch_size}, computed by "
             "one worker on the joined batch, which all-reduce equals. The rate is scaled by k; a warm-up begins at the "
             f"small batch's rate and takes {self.warmup_epochs:g} epochs.",
-            f"Means over {self.seeds} seeds; +- is half the 95 % interval. A claim holds if the 95 % interval of the "
-            "paired differences is above 0.",
+            note_on(self.seeds),
         )
