@@ -18,7 +18,7 @@ from paceline.schedules import ScheduleConfig
 from paceline.studies.intervals import Interval, interval
 from paceline.studies.outcomes import record_of
 from paceline.studies.study import Study, StudyContext
-from paceline.training.threads import one_thread
+from paceline.threads import one_thread
 from paceline.training.train import evaluate
 from paceline.virtual.peers import PeersTraining
 from paceline.virtual.plan import Point, TrainingOutcome, TrainingPlan
