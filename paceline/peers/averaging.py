@@ -60,7 +60,7 @@ class Averager:
         """Start an average; all workers call it together. ``now`` runs it here, which is faster than waiting."""
         by_dtype: dict[torch.dtype, list[int]] = {}
         for place, tensor in enumerate(tensors):
-            by_dtype.setdefault(torch.float32 if tensor.dtype in _HALVES else tensor.dtype, []).append(place)
+            by_dtype.setdefault(exchanged_dtype(tensor), []).append(place)
         control = [tag % _TAG_PERIOD, weight, float(stop), *numbers]
         self._tag, self._sums = tag, []
         with self._peers.explain("averaging the parameters"), torch.no_grad():
@@ -106,6 +106,11 @@ class Averager:
                 f"worker {self._peers.rank}: the workers have fallen out of step at its step {self._tag} (their sum "
                 f"should be {wanted}, and is {found:g}); do all make the same number of steps?"
             )
+
+
+def exchanged_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a tensor is sent: half precisions as float32."""
+    return torch.float32 if tensor.dtype in _HALVES else tensor.dtype
 
 
 def is_continuous(tensor: Tensor) -> bool:

@@ -7,18 +7,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.peers.averaging import as_real, is_continuous
-
-_HALVES = (torch.float16, torch.bfloat16)
+from paceline.peers.averaging import as_real, exchanged_dtype, is_continuous
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """Group continuous tensors by the dtype in which they are exchanged: half precisions as float32."""
+    """Group continuous tensors by the dtype in which they are exchanged."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if is_continuous(tensor):
             real = as_real(tensor)
-            groups.setdefault(torch.float32 if real.dtype in _HALVES else real.dtype, []).append(real)
+            groups.setdefault(exchanged_dtype(real), []).append(real)
     return groups
 
 
