@@ -16,7 +16,9 @@ from paceline.transport.pieces import first, joined, without
 
 RECORD = MOST // 64 * 64 - 64  # bytes of one message, in whole lines of the cache
 _LENGTH = 2
-_AT_ONCE = 4 * (_LENGTH + RECORD + TAG)  # bytes that are encrypted while the network has the last ones
+_SEALED = _LENGTH + RECORD + TAG
+_AT_ONCE = 4 * _SEALED  # bytes that are encrypted while the network has the last ones
+_LEAST = 2**8  # bytes of a stretch of memory that has messages of its own: copying it to others takes longer
 _MOST_STRETCHES = 512  # of memory in one call
 _MOST_PLAIN = 2**20  # bytes in one call
 
@@ -50,7 +52,7 @@ class SealedStream:
         self._socket, self._ciphers = connection, ciphers
         self.drained = False
         self._sealed, self._coming, self._scratch = (
-            memoryview(bytearray(size)) for size in (_AT_ONCE, max(_AT_ONCE, len(came)), RECORD)
+            memoryview(bytearray(size)) for size in (_AT_ONCE + _SEALED, max(_AT_ONCE, len(came)), RECORD)
         )
         self._going = self._opened = memoryview(b"")  # what the socket is to take; what is read of the last message
         self._start, self._stop = 0, len(came)  # of what has come
@@ -73,7 +75,9 @@ class SealedStream:
             return 0
         taken = stop = 0
         while stretches and stop < _AT_ONCE:
-            plain = joined(first(stretches, RECORD))
+            plain = stretches[0][:RECORD]
+            if len(plain) < _LEAST:
+                plain = joined(first(stretches, RECORD))
             stretches = without(stretches, len(plain))
             stop = self._seal(plain, stop)
             taken += len(plain)
@@ -97,16 +101,31 @@ class SealedStream:
         ``WireError``: the other end did not encrypt it. Nothing behind it can be read.
         """
         place = into[0]
+        while (filled := self._open_next(place)) == 0:
+            if self._read() == 0:
+                return 0
+        with contextlib.suppress(WireError):  # what came before it is given first; the next call meets it again
+            while filled < len(place) and (count := self._open_next(place[filled:])):
+                filled += count
+        return filled
+
+    def _open_next(self, place: memoryview) -> int:
+        """Decrypt the next message into memory, and give how many bytes; 0 if it has not all come.
+
+        A message that is longer than the memory is decrypted elsewhere, and copied part by part.
+        """
         if not self._opened:
-            while (message := self._message()) is None:
-                if self._read() == 0:
-                    return 0
+            message = self._message()
+            if message is None:
+                return 0
             size = len(message) - TAG
-            if size <= len(place):
-                self._ciphers.receive.decrypt_into(message, place[:size])
+            fits = size <= len(place)
+            opened = place[:size] if fits else self._scratch[:size]
+            self._ciphers.receive.decrypt_into(message, opened)
+            self._start += _LENGTH + len(message)
+            if fits:
                 return size
-            self._ciphers.receive.decrypt_into(message, self._scratch[:size])
-            self._opened = self._scratch[:size]
+            self._opened = opened
         size = min(len(place), len(self._opened))
         place[:size] = self._opened[:size]
         self._opened = self._opened[size:]
@@ -120,16 +139,14 @@ class SealedStream:
         length = int.from_bytes(self._coming[self._start : begin], "big")
         if not TAG < length <= RECORD + TAG:
             raise WireError(f"wanted an encrypted message of {TAG + 1} to {RECORD + TAG} bytes, found {length}")
-        if begin + length > self._stop:
-            return None
-        self._start = begin + length
-        return self._coming[begin : begin + length]
+        return self._coming[begin : begin + length] if begin + length <= self._stop else None
 
     def _read(self) -> int:
-        left = self._stop - self._start
-        self._coming[:left] = self._coming[self._start : self._stop]
-        self._start, self._stop = 0, left
-        room = self._coming[left:]
+        if len(self._coming) - self._stop < _SEALED:
+            left = self._stop - self._start
+            self._coming[:left] = self._coming[self._start : self._stop]
+            self._start, self._stop = 0, left
+        room = self._coming[self._stop :]
         count = self._socket.recv_into(room)
         self.drained = count < len(room)
         self._stop += count
