@@ -14,9 +14,9 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paceline.errors import PacelineError, UsageError, WireError
 from paceline.policies import messages as decided
@@ -50,8 +50,7 @@ _MOST_EXAMPLES = 2**32  # of one push: its gradients are multiplied by them
 _LONGEST_REASON = 2000  # characters: names in it come from others, and a message has to hold it
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommitSummary:
+class CommitSummary(NamedTuple):
     """One commit, as the metrics tell of it."""
 
     version: int  # after it
@@ -483,7 +482,7 @@ class LiveServer:
         else:
             self._commit_with_others(self._shards, shares)
         self._memory.version += 1
-        self._queue.commit(share.push for share in shares)
+        self._queue.commit([share.push for share in shares])
         for (rank, step), weight in () if self._policy.adds_up else shares:
             self._trace(traced.Chose(rank, step, weight))
         self._trace(traced.Committed(self._memory.version, len(commit.pushes), self._now()))

@@ -255,7 +255,7 @@ class ServerRun:
     def committed(self, commit: CommitSummary) -> None:
         self.steps, self._data.epoch = commit.version, commit.epoch
         if self.steps % self._log_every == 0:
-            values = {name: value for name, value in vars(commit).items() if name not in ("version", "epoch")}
+            values = {name: value for name, value in commit._asdict().items() if name not in ("version", "epoch")}
             self._write("commit", **values)
         if self._save_every is not None and self.steps % self._save_every == 0:
             self.save()

@@ -72,11 +72,10 @@ def adopt(layouts: ModelLayouts, memory: Tensor, *, found: bool = False) -> None
 
 
 def publish(layouts: ModelLayouts, memory: Tensor) -> None:
-    """Copy what does not lie in ``memory`` there."""
-    tensors = [*layouts.parameters, *layouts.buffers]
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    """Copy the tensors of other devices, which cannot lie in ``memory``, there."""
+    if layouts.only_cpu:
         return
-    for tensor, view in zip(tensors, layouts.down.views(memory), strict=True):
+    for tensor, view in zip([*layouts.parameters, *layouts.buffers], layouts.down.views(memory), strict=True):
         if tensor.device.type != "cpu":
             view.copy_(tensor.detach())
 

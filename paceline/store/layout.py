@@ -91,6 +91,7 @@ class ModelLayouts:
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         self.trained_names = [name for name, parameter in named if parameter.requires_grad]
         self._model, self._has_buffers = model, bool(buffers)
+        self.only_cpu = all(tensor.device.type == "cpu" for tensor in [*self.parameters, *buffers])
         self.down = Layout([*self.parameters, *buffers])
         self.up = Layout([*self.trained, *buffers])
 

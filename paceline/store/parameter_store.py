@@ -45,10 +45,8 @@ class ParameterStore:
 
     def take(self, key: PushKey, push: Arena, *, examples: int, used: bytes, alone: bool = False) -> None:
         """Take a push; its memory may change afterwards, unless it is ``alone`` in the commit that follows at once."""
-        with torch.no_grad():
-            self._pending.take(key, push, examples, int.from_bytes(used, "little"), alone=alone)
+        self._pending.take(key, push, examples, int.from_bytes(used, "little"), alone=alone)
 
-    @torch.no_grad()
     def combine(self, shares: Sequence[Share] | None = None) -> None:
         """Begin a commit: put what its pushes come to where the optimizer looks for gradients, and into the buffers.
 
@@ -58,9 +56,10 @@ class ParameterStore:
         views, trained = combined.arena.views, self._layouts.trained
         for index, (parameter, gradient) in enumerate(zip(trained, views, strict=False)):
             parameter.grad = gradient.to(parameter.device) if combined.used >> index & 1 else None
-        if combined.counts:
-            for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=True):
-                buffer.copy_(pushed)
+        if combined.counts and len(views) > len(trained):
+            with torch.no_grad():
+                for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=True):
+                    buffer.copy_(pushed)
 
     def update(self, *, norm: float | None = None) -> None:
         """End the commit: the optimizer steps, and the parameters are where they are read.

@@ -80,8 +80,8 @@ class RunningMean:
 
     def combine(self, shares: Sequence[Share] | None) -> Combined:
         """Give the mean; shares, if they are named, must be those of it."""
-        assert shares is None or [*shares] == self._shares(), (
-            f"the policy says that a commit is the mean of all pushes taken, {self._shares()}, and names {shares}"
+        assert shares is None or [*shares] == self._means(), (
+            f"the policy says that a commit is the mean of all pushes taken, {self._means()}, and names {shares}"
         )
         try:
             if self._alone is not None:
@@ -96,9 +96,9 @@ class RunningMean:
         finally:
             self._weight, self._used, self._taken, self._alone = 0.0, 0, [], None
 
-    def _shares(self) -> list[Share]:
+    def _means(self) -> list[tuple[PushKey, float]]:
         keys, examples = zip(*self._taken, strict=True)
-        return [*map(Share, keys, mean_weights(examples))]
+        return [*zip(keys, mean_weights(examples), strict=True)]
 
 
 class _Kept(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import struct
 from typing import NamedTuple
 
 from cryptography.exceptions import InvalidTag
@@ -133,9 +134,7 @@ class Handshake:
             raise WireError("wanted an X25519 key, found none, or one that makes every secret zero") from None
 
 
-def _nonce(number: int) -> bytes:
-    """The nonce of AES-GCM: four zero bytes and the number, big endian (12.4)."""
-    return bytes(4) + number.to_bytes(8, "big")
+_nonce = struct.Struct(">4xQ").pack  # of AES-GCM: four bytes of zero and the number, big endian (12.4)
 
 
 def _hkdf(chaining_key: bytes, material: bytes, count: int) -> list[bytes]:

@@ -15,7 +15,9 @@ from paceline.transport.pieces import first, without
 
 RECORD = MOST // 64 * 64 - 64  # plain bytes of one Noise message, in whole cache lines
 _LENGTH = 2
-_AT_ONCE = 4 * (_LENGTH + RECORD + TAG)  # bytes that are encrypted while the network sends the last ones
+_SEALED = _LENGTH + RECORD + TAG
+_AT_ONCE = 4 * _SEALED  # bytes that are encrypted while the network sends the last ones
+_LEAST = 2**8  # bytes of a stretch of memory that gets a message of its own; shorter ones are joined
 _MOST_STRETCHES = 512  # of memory in one call
 _MOST_PLAIN = 2**20  # bytes in one call
 
@@ -47,7 +49,7 @@ class SealedStream:
     def __init__(self, connection: socket.socket, ciphers: Ciphers, came: memoryview) -> None:
         self._socket, self._ciphers = connection, ciphers
         self._sealed, self._coming, self._scratch = (
-            memoryview(bytearray(size)) for size in (_AT_ONCE, max(_AT_ONCE, len(came)), RECORD)
+            memoryview(bytearray(size)) for size in (_AT_ONCE + _SEALED, max(_AT_ONCE, len(came)), RECORD)
         )
         self._going = memoryview(b"")  # encrypted, for the socket to take
         self._opened = memoryview(b"")  # decrypted, for the caller to take
@@ -72,8 +74,9 @@ class SealedStream:
             return 0
         taken = stop = 0
         while stretches and stop < _AT_ONCE:
-            pieces = first(stretches, RECORD)
-            plain = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+            plain = stretches[0][:RECORD]
+            if len(plain) < _LEAST:
+                plain = memoryview(b"".join(first(stretches, RECORD)))
             stretches = without(stretches, len(plain))
             start, taken = stop + _LENGTH, taken + len(plain)
             self._sealed[stop:start] = (len(plain) + TAG).to_bytes(_LENGTH, "big")
@@ -93,17 +96,31 @@ class SealedStream:
         Raise ``WireError`` if the peer did not encrypt it; nothing after it can be decrypted.
         """
         place = into[0]
+        while (filled := self._open_next(place)) == 0:
+            if self._read() == 0:
+                return 0
+        with contextlib.suppress(WireError):  # what came before it is given first; the next call meets it again
+            while filled < len(place) and (count := self._open_next(place[filled:])):
+                filled += count
+        return filled
+
+    def _open_next(self, place: memoryview) -> int:
+        """Decrypt the next message into memory, and give how many bytes; 0 if it has not all come.
+
+        A message that is longer than the memory is decrypted elsewhere, and copied part by part.
+        """
         if not self._opened:
-            while (message := self._message()) is None:
-                if self._read() == 0:
-                    return 0
+            message = self._message()
+            if message is None:
+                return 0
             size = len(message) - TAG
             fits = size <= len(place)
-            plain = place[:size] if fits else self._scratch[:size]
-            self._ciphers.receive.decrypt_into(message, plain)
+            opened = place[:size] if fits else self._scratch[:size]
+            self._ciphers.receive.decrypt_into(message, opened)
+            self._start += _LENGTH + len(message)
             if fits:
                 return size
-            self._opened = plain
+            self._opened = opened
         size = min(len(place), len(self._opened))
         place[:size] = self._opened[:size]
         self._opened = self._opened[size:]
@@ -117,16 +134,15 @@ class SealedStream:
         length = int.from_bytes(self._coming[self._start : begin], "big")
         if not TAG < length <= RECORD + TAG:
             raise WireError(f"wanted an encrypted message of {TAG + 1} to {RECORD + TAG} bytes, found {length}")
-        if begin + length > self._stop:
-            return None
-        self._start = begin + length
-        return self._coming[begin : begin + length]
+        return self._coming[begin : begin + length] if begin + length <= self._stop else None
 
     def _read(self) -> int:
-        left = self._stop - self._start
-        self._coming[:left] = self._coming[self._start : self._stop]
-        self._start, self._stop = 0, left
-        count = self._socket.recv_into(self._coming[left:])
-        self._drained = count < len(self._coming) - left
+        if len(self._coming) - self._stop < _SEALED:
+            left = self._stop - self._start
+            self._coming[:left] = self._coming[self._start : self._stop]
+            self._start, self._stop = 0, left
+        room = self._coming[self._stop :]
+        count = self._socket.recv_into(room)
+        self._drained = count < len(room)
         self._stop += count
         return count
