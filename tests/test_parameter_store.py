@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
-from paceline.aggregators import AGGREGATORS, Mean, parse_aggregator
 from paceline.policies.messages import mean_weights
+from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt
 from paceline.store.layout import Arena, ModelLayouts
 from paceline.store.parameter_store import ParameterStore
@@ -44,7 +44,7 @@ class Stored:
         memory = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)
         adopt(self.layouts, memory)
         state = TrainState(model=self.model, optimizers=[SGD(self.model.parameters(), lr=1.0, momentum=momentum)])
-        self.store = ParameterStore(state, self.layouts, memory, adds_up=adds_up)
+        self.store = ParameterStore(state, self.layouts, memory, CommitRule(adds_up=adds_up))
         self.slot = Arena(self.layouts.up, torch.zeros(self.layouts.up.nbytes, dtype=torch.uint8))
 
     def push(
@@ -213,9 +213,3 @@ def test_what_is_forgotten_is_not_committed(adds_up: bool) -> None:
     stored.push(1, 1.0)
     stored.store.commit()
     assert stored.model.one.tolist() == [-1.0] * 3
-
-
-def test_aggregators_have_a_text_form() -> None:
-    for name, kind in AGGREGATORS.items():
-        assert str(kind()) == name and parse_aggregator(name) == kind()
-    assert parse_aggregator("mean") == Mean()

@@ -25,6 +25,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "k-batch-async(k=3)": {"precision": "bf16"},
     "ssp(bound=2)": {"optimizer": "lamb(lr=0.01)"},
     "ada-sync(k0=1)": {},
+    "k-batch-async(k=3, aggregator=median)": {"clip_norm": 0.5},
 }
 
 

@@ -62,6 +62,7 @@ GOING_BACK = (1, "recover", "before", 0)
     [
         ("k-async(k=2)", [NOT_DECIDED, GOING_BACK]),
         ("sync", [NOT_ANSWERED]),
+        ("k-batch-async(k=3, aggregator=median)", [NOT_DECIDED]),
     ],
 )
 def test_no_commit_is_lost_or_made_twice(tmp_path: Path, paceline: Any, policy: str, plan: list[Kill]) -> None:

@@ -20,6 +20,7 @@ from paceline.policies import POLICIES, AllReduce, ServerPolicy
 from paceline.problems import Metric, Problem, load_problem
 from paceline.problems.synthetic import make_quadratic
 from paceline.seeding import derive_seed, seed_streams
+from paceline.store.commit_rule import CommitRule
 from paceline.virtual.batches import BatchQueue
 from paceline.virtual.simulate import Scenario
 from paceline.virtual.training import GradientWork, SimulatedTraining, TrainingOutcome, TrainingPlan, simulate_training
@@ -215,8 +216,9 @@ def test_what_is_known_in_the_middle() -> None:
 def test_mistakes() -> None:
     with pytest.raises(UsageError, match="batch size must be at least 1"):
         make_plan(batch_size=0)
+    rule = CommitRule(adds_up=True)
     with pytest.raises(UsageError, match="LBFGS"):
-        GradientWork(load_problem("logistic"), 2, optimizer="lbfgs", batch_size=8, times=(0.0,), adds_up=True, seed=0)
+        GradientWork(load_problem("logistic"), 2, optimizer="lbfgs", batch_size=8, times=(0.0,), rule=rule, seed=0)
     with pytest.raises(UsageError, match="seconds must be above 0"):
         training("async", 2, seconds=-1)
 

@@ -7,7 +7,7 @@ import copy
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -24,17 +24,19 @@ from sharded import ShardedCluster
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from paceline.aggregators import AGGREGATORS, parse_aggregator
 from paceline.data.numbered import NumberedBatches
 from paceline.data.sampler import ShardedSampler
 from paceline.delays.delay import Changed, Constant, Factors
 from paceline.delays.distributions import Times, Workers
 from paceline.optim import make_optimizer
-from paceline.policies import POLICIES, ServerPolicy, parse_policy
+from paceline.policies import POLICIES, Async, KBatchAsync, ServerPolicy, parse_policy
 from paceline.problems import Metric, Problem, Recipe
 from paceline.record.trace import Trace, TraceWriter
 from paceline.replay.plan import read_plan
 from paceline.replay.serving import ReplayServer
 from paceline.server.client import Client
+from paceline.store.commit_rule import CommitRule
 from paceline.train_state import TrainState
 from paceline.training.replay_problem import ProblemReplay
 from paceline.training.train import TrainConfig, make_model
@@ -96,6 +98,11 @@ class Case:
     def epochs(self) -> int:
         return EPOCHS if self.ends else ENDLESS
 
+    @property
+    def told(self) -> str:
+        """A policy with a text form, from which a replay learns all but the commits, which are in the trace."""
+        return str(Async(aggregator=self.policy.aggregator))
+
     def train_state(self) -> TrainState:
         model = make_model(CONFIG, self.problem)
         made = make_optimizer(CONFIG.optimizer or "", model.parameters())
@@ -129,7 +136,7 @@ class Noting(GradientWork):
             optimizer=CONFIG.optimizer,
             batch_size=BATCH,
             times=(),
-            adds_up=case.policy.adds_up,
+            rule=CommitRule.of(case.policy),
             seed=SEED,
         )
         self.ended: list[int] = []
@@ -221,7 +228,7 @@ def on_live_server(case: Case, order: Sequence[int], servers: int, trace: Path) 
 
     Also give whether each has a step that it has not pushed.
     """
-    writer = TraceWriter(trace, {"world_size": WORKERS, "seed": SEED})
+    writer = TraceWriter(trace, {"world_size": WORKERS, "seed": SEED, "policy": case.told})
     cluster = ShardedCluster(case.policy, case.train_state, servers=servers, workers=WORKERS, trace=writer, seed=SEED)
     with cluster, contextlib.closing(writer):
         workers = [Worker(case, rank, cluster.address) for rank in range(WORKERS)]
@@ -245,7 +252,8 @@ def on_live_server(case: Case, order: Sequence[int], servers: int, trace: Path) 
 
 def replayed_as_problem(case: Case, trace: Path) -> Outcome:
     plan = read_plan(Trace(trace))
-    replay = ProblemReplay(CONFIG, case.problem, plan, seed=SEED, workers=WORKERS)
+    config = replace(CONFIG, policy=case.told)
+    replay = ProblemReplay(config, case.problem, plan, seed=SEED, workers=WORKERS)
     object.__setattr__(replay.train_state, "clip_norm", case.clip_norm)
     replayed = replay.run()
     assert replayed.difference is None
@@ -302,6 +310,7 @@ def assert_all_the_same(case: Case) -> None:
         assert_same(virtual, live)
 
 
+AGGREGATED = ["median"]  # beside the mean
 WEIGHT = st.one_of(st.sampled_from([0.0, 1.0, 0.5, 1 / 3, 1e-30]), st.floats(-2, 2))
 COMMIT = st.lists(st.tuples(st.integers(0, 7), WEIGHT), min_size=1, max_size=4).map(tuple)
 TURN = st.builds(Turn, st.lists(COMMIT, max_size=2).map(tuple), st.booleans())
@@ -314,12 +323,29 @@ TURN = st.builds(Turn, st.lists(COMMIT, max_size=2).map(tuple), st.booleans())
     times=st.lists(st.integers(1, 5), min_size=1, max_size=9),
     norm=st.booleans(),
     clip_norm=st.sampled_from([None, None, 0.1]),
+    aggregator=st.sampled_from(["mean", *AGGREGATED]),
 )
 def test_any_commits_come_to_the_same_bits_under_all_who_drive(
-    turns: tuple[Turn, ...], last: tuple[float, ...], times: list[int], norm: bool, clip_norm: float | None
+    turns: tuple[Turn, ...],
+    last: tuple[float, ...],
+    times: list[int],
+    norm: bool,
+    clip_norm: float | None,
+    aggregator: str,
 ) -> None:
-    policy, problem = Listed(turns=turns, last=last), make_problem(norm=norm)
+    policy, problem = Listed(turns=turns, last=last, aggregator=aggregator), make_problem(norm=norm)
     assert_all_the_same(Case(policy=policy, problem=problem, times=times, ends=True, clip_norm=clip_norm))
+
+
+def test_the_law_has_every_aggregator() -> None:
+    assert {parse_aggregator(text).name for text in AGGREGATED} == AGGREGATORS.keys() - {"mean"}
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("aggregator", AGGREGATED)
+def test_all_aggregators_come_to_the_same_bits_under_all_who_drive(aggregator: str, norm: bool) -> None:
+    policy = KBatchAsync(k=3, aggregator=aggregator)
+    assert_all_the_same(Case(policy=policy, problem=make_problem(norm=norm), times=[3, 1, 4, 1, 5, 2], ends=False))
 
 
 OPTIONS = {"ssp": "(bound=1)", "ada-sync": "(window=0)"}

@@ -26,6 +26,8 @@ class ServerPolicy(Policy, ABC):
     needs_loss: ClassVar[bool] = False  # whether decisions depend on the losses of pushes
     adds_up: ClassVar[bool] = False  # whether every commit is ``mean_of`` all pushes since the last, in order
 
+    aggregator: str = "mean"  # how the pushes of a commit combine: the text form of an aggregator
+
     def begin(self, workers: int) -> ServerState:
         """Make the state of a run that expects the workers 0 to ``workers`` - 1."""
         if workers < 1:

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from paceline.aggregators import parse_aggregator
 from paceline.errors import CommError, WireError
+from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
 from paceline.store.layout import Arena, memory_of
@@ -173,7 +175,8 @@ class ShardServer:
         self._memory = SharedMemory(self._file, down=down, up=up, slots=order.workers)
         self._memory.version = order.version
         self._double_buffer = DoubleBuffer(self._file, self._train_state, self._memory.down, HEAD)
-        self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, adds_up=order.adds_up)
+        rule = CommitRule(adds_up=order.adds_up, aggregator=parse_aggregator(order.aggregator))
+        self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, rule)
         if order.state == 0:
             self._double_buffer.recover(self._double_buffer.note_of(order.version))
             adopt(self._layouts, self._memory.down, found=True)

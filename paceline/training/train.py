@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from paceline.aggregators import aggregator_of
 from paceline.data.feed import DatasetFeed, Fetched
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError, check_whole, unknown_name
@@ -136,6 +137,7 @@ def check_config(config: TrainConfig, problem: Problem, workers: int = 1, server
     policy = parse_policy(config.policy)
     if isinstance(policy, ServerPolicy):
         policy.begin(workers)
+        aggregator_of(policy, workers)
     pick_device(config.device)
     model = problem.make_model()
     check_dealt(model, servers)

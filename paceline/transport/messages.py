@@ -218,6 +218,7 @@ class Begin(NamedTuple):
     workers: Count
     state: Count  # bytes of it; 0: what a server that was killed has kept
     adds_up: bool  # as the policy's
+    aggregator: str  # its text form
 
 
 class Examine(NamedTuple):

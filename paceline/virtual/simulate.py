@@ -100,6 +100,10 @@ class Scenario:
                 f"policy {policy} follows the loss, so it needs a problem to train: name one, as in --problem digits"
             )
         policy.begin(self.workers)
+        if policy.aggregator != "mean":  # else torch need not be imported
+            from paceline.aggregators import aggregator_of
+
+            aggregator_of(policy, self.workers)
         self.compute.check_workers(self.workers)
         self._check_messages()
         return policy

@@ -17,6 +17,7 @@ from paceline.optim import make_optimizer
 from paceline.policies.messages import Push
 from paceline.problems import Problem
 from paceline.seeding import derive_seed, seed_streams
+from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, fill_push, read_parameters
 from paceline.store.layout import Arena, ModelLayouts
 from paceline.store.parameter_store import ParameterStore
@@ -65,7 +66,7 @@ class GradientWork:
         optimizer: str | None,
         batch_size: int,
         times: Sequence[float],
-        adds_up: bool,
+        rule: CommitRule,
         seed: int,
     ) -> None:
         self._problem, self._seed, self._times = problem, seed, times
@@ -79,7 +80,7 @@ class GradientWork:
         self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
         adopt(self._layouts, self._memory)
         train_state = TrainState(model=self.model, optimizers=[made])
-        self._store = ParameterStore(train_state, self._layouts, self._memory, adds_up=adds_up)
+        self._store = ParameterStore(train_state, self._layouts, self._memory, rule)
         self._newest = self._loaded = self._memory.clone()
         self._queue = BatchQueue(problem.train, batch_size, seed)
         self._reads: list[Tensor] = [self._newest] * workers  # parameters and buffers, as bytes
@@ -195,7 +196,7 @@ class SimulatedTraining:
             optimizer=plan.optimizer,
             batch_size=batch_size,
             times=plan.times(seconds),
-            adds_up=scenario.check(has_loss=True).adds_up,
+            rule=CommitRule.of(scenario.check(has_loss=True)),
             seed=scenario.seed,
         )
         nbytes = scenario.nbytes or self._work.nbytes
