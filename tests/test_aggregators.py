@@ -12,12 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from led_by_hand import cluster_of_hands
 
-from paceline.aggregators import AGGREGATORS, Aggregator, Mean, Median, aggregator_of, parse_aggregator
+from paceline.aggregators import (
+    AGGREGATORS,
+    Aggregator,
+    DelayCompensated,
+    Mean,
+    Median,
+    aggregator_of,
+    parse_aggregator,
+)
 from paceline.errors import PacelineError, UsageError
 from paceline.policies import ServerPolicy, parse_policy
 from paceline.server import live
 
-ALL_AGGREGATORS: list[Aggregator] = [Mean(), Median()]
+ALL_AGGREGATORS: list[Aggregator] = [Mean(), Median(), DelayCompensated(scale=0.5)]
 every_aggregator = pytest.mark.parametrize("aggregator", ALL_AGGREGATORS, ids=str)
 NUMBER = st.floats(-1e6, 1e6, width=32)
 
@@ -99,6 +107,23 @@ def test_who_claims_more_examples_does_not_move_the_median() -> None:
 def test_fewer_than_three_pushes_have_no_median() -> None:
     with pytest.raises(UsageError, match="aggregator median needs at least 3 pushes in a commit, found 2"):
         combined(Median(), [[1.0], [2.0]])
+
+
+# delay-compensated ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", ["-1", "inf", "nan"])
+def test_a_scale_that_cannot_be_is_refused(scale: str) -> None:
+    with pytest.raises(UsageError, match="scale must be finite and at least 0"):
+        parse_aggregator(f"delay-compensated(scale={scale})")
+
+
+def test_a_stale_gradient_of_a_square_is_corrected_towards_the_fresh_one() -> None:
+    """The loss w^4 / 4 has the gradient w^3, and the second derivative 3 w^2."""
+    read, now = torch.tensor([1.0]), torch.tensor([0.9])
+    stale, fresh = read**3, now**3
+    found = DelayCompensated(scale=3.0).correct(stale, read, now)
+    assert abs(found - fresh) < abs(stale - fresh) / 5
 
 
 # Too small commits ---------------------------------------------------------------------------------------------------

@@ -148,6 +148,15 @@ def test_a_round_of_the_server_takes_what_the_formula_says() -> None:
     assert two.bytes_in == 16e5 and two.bytes_out == 24e5  # at the start and after both commits
 
 
+def test_parameters_that_travel_with_pushes_cost_bytes_and_time() -> None:
+    plain, compensated = (
+        simulate(Scenario(policy=policy, workers=1, delay="1", link="1MB/s", nbytes=1e6), commits=1)
+        for policy in ("async", "async(aggregator=delay-compensated(scale=1.0))")
+    )
+    assert compensated.bytes_in == 2 * plain.bytes_in and compensated.bytes_out == plain.bytes_out
+    assert compensated.seconds == pytest.approx(plain.seconds + 1)
+
+
 def test_pushes_on_the_way_when_their_round_ends_are_dropped() -> None:
     found = run("k-sync(k=1)", workers=3, delay="1", link="10ms 1MB/s", nbytes=1e5, commits=20)
     assert found.dropped > 0

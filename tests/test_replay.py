@@ -26,6 +26,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "ssp(bound=2)": {"optimizer": "lamb(lr=0.01)"},
     "ada-sync(k0=1)": {},
     "k-batch-async(k=3, aggregator=median)": {"clip_norm": 0.5},
+    "async(aggregator=delay-compensated(scale=0.5))": {"optimizer": "sgd(lr=0.02)"},
 }
 
 

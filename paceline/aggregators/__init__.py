@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from paceline.aggregators.base import Aggregator, Needs
+from paceline.aggregators.delay_compensated import DelayCompensated
 from paceline.aggregators.mean import Mean
 from paceline.aggregators.median import Median
 from paceline.errors import UsageError
 from paceline.policies.server import ServerPolicy
 from paceline.spec import from_spec
 
-__all__ = ["AGGREGATORS", "Aggregator", "Mean", "Median", "Needs", "aggregator_of", "parse_aggregator"]
+__all__ = [
+    "AGGREGATORS",
+    "Aggregator",
+    "DelayCompensated",
+    "Mean",
+    "Median",
+    "Needs",
+    "aggregator_of",
+    "parse_aggregator",
+]
 
-AGGREGATORS: dict[str, type[Aggregator]] = {aggregator.name: aggregator for aggregator in (Mean, Median)}
+_ALL: tuple[type[Aggregator], ...] = (Mean, Median, DelayCompensated)
+AGGREGATORS: dict[str, type[Aggregator]] = {aggregator.name: aggregator for aggregator in _ALL}
 
 
 def parse_aggregator(text: str) -> Aggregator:

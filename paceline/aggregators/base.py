@@ -18,6 +18,7 @@ class Needs(Enum):
 
     SUM = auto()  # their weighted sum: a push is added to it when it comes
     PUSHES = auto()  # each push
+    READS = auto()  # each push, and the parameters that its worker read for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,13 @@ class Aggregator(ABC):
     def __str__(self) -> str:
         """The text form, which ``parse_aggregator`` reads back to an equal aggregator."""
         return to_spec(self.name, self)
+
+    def correct(self, push: Tensor, read: Tensor, now: Tensor) -> Tensor:
+        """Correct the gradients of a parameter that its worker has ``read``, given the parameter as it is ``now``.
+
+        Called for each push before ``combine``, if ``needs`` is ``READS``.
+        """
+        return push
 
     @abstractmethod
     def combine(self, pushes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

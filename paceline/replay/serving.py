@@ -93,14 +93,14 @@ class ReplayServer:
         self._about, self._records = trace.about, list(trace)
         self._reads = read_versions(self._records)
         self._model = ModelLayouts.describe(train_state.model)
-        self._layouts = ModelLayouts(train_state.model)
-        self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
-        adopt(self._layouts, self._memory)
         policy = parse_policy(trace.about["policy"])
         assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
         adds_up = not any(isinstance(record, traced.Chose) for record in self._records)
-        rule = replace(CommitRule.of(policy), adds_up=adds_up)
-        self._store = ParameterStore(self._train_state, self._layouts, self._memory, rule)
+        self._rule = replace(CommitRule.of(policy), adds_up=adds_up)
+        self._layouts = ModelLayouts(train_state.model, with_reads=self._rule.with_reads)
+        self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
+        adopt(self._layouts, self._memory)
+        self._store = ParameterStore(self._train_state, self._layouts, self._memory, self._rule)
         self._shares: list[Share] = []  # that were chosen for the next commit
         self._calls: dict[int, deque[tuple[Peer, wire.Hello]]] = defaultdict(deque)  # of those who want to join
         self._workers: dict[int, _Worker] = {}
@@ -268,6 +268,7 @@ class ReplayServer:
                 incarnation=record.life,
                 slots=self._about["world_size"],
                 epoch=record.epoch,
+                with_reads=self._rule.with_reads,
             )
         )
 

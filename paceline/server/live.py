@@ -108,7 +108,9 @@ class LiveServer:
         self._trace: Callable[[traced.Record], None] = trace.append if trace is not None else lambda _: None
         self._tracer = trace
         self._model = ModelLayouts.describe(train_state.model)
-        self._layouts = ModelLayouts(train_state.model) if shards is None else shards.layouts
+        self._rule = CommitRule.of(policy)
+        with_reads = self._rule.with_reads
+        self._layouts = ModelLayouts(train_state.model, with_reads=with_reads) if shards is None else shards.layouts
         self._num_trained = len(self._layouts.trained) if shards is None else shards.num_trained
         self._up_bytes = self._layouts.up.nbytes if shards is None else shards.up_bytes
         self._down_bytes = self._layouts.down.nbytes if shards is None else shards.down_bytes
@@ -129,7 +131,6 @@ class LiveServer:
         adopt(self._layouts, self._memory.down, found=found is not None)
         self._memory.version = version
         self._memory.wrote()  # though one who was killed may not have got so far
-        self._rule = CommitRule.of(policy)
         self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, self._rule)
         self._members: dict[int, Member] = {}
         self._by_peer: dict[Peer, Member] = {}
@@ -275,6 +276,7 @@ class LiveServer:
                 slots=self._workers,
                 epoch=self._queue.epoch,
                 shards=self._addresses_for(peer),
+                with_reads=self._rule.with_reads,
             )
         )
 

@@ -54,6 +54,7 @@ class ShardServer:
         address: str | None = None,
     ) -> None:
         self._train_state = replace(train_state, scaler=None)
+        self._shard, self._servers = shard, servers
         self._layouts = layouts_of(train_state.model, servers)[shard]
         self._store: ParameterStore | None = None
         self._shares: list[Share] = []  # that were chosen for the next commit
@@ -171,11 +172,13 @@ class ShardServer:
         return done
 
     def _begin(self, order: wire.Begin) -> None:
+        rule = CommitRule(adds_up=order.adds_up, aggregator=parse_aggregator(order.aggregator))
+        model, servers = self._train_state.model, self._servers
+        self._layouts = layouts_of(model, servers, with_reads=rule.with_reads)[self._shard]
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._file, down=down, up=up, slots=order.workers)
         self._memory.version = order.version
         self._double_buffer = DoubleBuffer(self._file, self._train_state, self._memory.down, HEAD)
-        rule = CommitRule(adds_up=order.adds_up, aggregator=parse_aggregator(order.aggregator))
         self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, rule)
         if order.state == 0:
             self._double_buffer.recover(self._double_buffer.note_of(order.version))

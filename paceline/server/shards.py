@@ -86,7 +86,7 @@ class Shards:
         found: bool = False,
     ) -> None:
         self._train_state, self.addresses, self._clip_norm = train_state, tuple(addresses), train_state.clip_norm
-        self._layouts = layouts_of(train_state.model, 1 + len(memories))
+        self._layouts = layouts_of(train_state.model, 1 + len(memories), with_reads=rule.with_reads)
         self._starts = starts_of(self._layouts)
         self.num_trained = self._starts[-1]
         self.up_bytes, self.down_bytes = (

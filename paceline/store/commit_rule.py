@@ -25,3 +25,8 @@ class CommitRule:
     def keeps_pushes(self) -> bool:
         """Whether pushes are kept until their commit, and not added to a sum when they come."""
         return not self.adds_up or self.aggregator.needs is not Needs.SUM
+
+    @property
+    def with_reads(self) -> bool:
+        """Whether the parameters that a worker read travel with its push."""
+        return self.aggregator.needs is Needs.READS

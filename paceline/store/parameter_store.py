@@ -29,7 +29,7 @@ class ParameterStore:
         """Drop the pushes that wait, as they are lost with a server that is killed."""
         self._pending: Pending
         if self._rule.keeps_pushes:
-            self._pending = KeptPushes(self._layouts.up, len(self._layouts.trained), self._rule.aggregator)
+            self._pending = KeptPushes(self._layouts, self._rule.aggregator, self._memory)
         else:
             self._pending = RunningMean(self._layouts.up)
 
@@ -49,7 +49,7 @@ class ParameterStore:
         for index, (parameter, gradient) in enumerate(zip(trained, views, strict=False)):
             parameter.grad = gradient.to(parameter.device) if combined.used >> index & 1 else None
         if combined.counts:
-            for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=True):
+            for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=False):
                 buffer.copy_(pushed)
 
     def update(self, *, norm: float | None = None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.aggregators import Aggregator
 from paceline.policies.messages import mean_weights
 from paceline.store.copying import HALVES
-from paceline.store.layout import Arena, Layout
+from paceline.store.layout import Arena, Layout, ModelLayouts
 
 
 class PushKey(NamedTuple):
@@ -116,13 +116,16 @@ class _Kept(NamedTuple):
 
 
 class KeptPushes:
-    """Each push that waits. A commit may name any of them, with any weights.
+    """Each push that waits. A commit may name any of them, with any weights; ``memory`` has the present parameters."""
 
-    The first ``num_trained`` tensors of the layout are gradients, the others buffers.
-    """
-
-    def __init__(self, layout: Layout, num_trained: int, aggregator: Aggregator) -> None:
-        self._layout, self._num_trained, self._aggregator = layout, num_trained, aggregator
+    def __init__(self, layouts: ModelLayouts, aggregator: Aggregator, memory: Tensor) -> None:
+        self._layout, self._aggregator = layouts.up, aggregator
+        num_trained, num_read = len(layouts.trained), len(layouts.reads)
+        stop = len(layouts.up.offsets) - num_read
+        self._buffers = range(num_trained, stop)  # the places of these in a push
+        self._reads = range(stop, stop + num_read)
+        parameters = zip(layouts.parameters, layouts.down.padded(memory), strict=False)
+        self._now = [vector for parameter, vector in parameters if parameter.requires_grad]
         self._kept: dict[PushKey, _Kept] = {}
         self._free: list[Arena] = []
         self._result: Arena | None = None
@@ -150,6 +153,8 @@ class KeptPushes:
         if not counting or len(counting) < self._aggregator.least:
             return Combined(self._result, used=0, counts=False)
         kept, weights = zip(*counting, strict=True)
+        if self._reads:
+            self._correct(kept)
         self._combine_gradients(self._result, kept, weights)
         self._combine_buffers(self._result, kept, weights)
         used = 0
@@ -157,8 +162,15 @@ class KeptPushes:
             used |= each.used
         return Combined(self._result, used, counts=True)
 
+    def _correct(self, kept: Sequence[_Kept]) -> None:
+        """Let the aggregator correct the gradients of each push, where they lie."""
+        for each in kept:
+            vectors = each.arena.padded
+            for gradient, read, now in zip(vectors, vectors[self._reads.start :], self._now, strict=False):
+                gradient.copy_(self._aggregator.correct(gradient, read, now))
+
     def _combine_gradients(self, result: Arena, kept: Sequence[_Kept], weights: Sequence[float]) -> None:
-        """Combine whole vectors, with the buffers in them: one operation is faster than one for each tensor."""
+        """Combine whole vectors with all that is in them, since one operation is faster than one for each tensor."""
         for vector, *parts in zip(result.flat, *(each.arena.flat for each in kept), strict=True):
             if is_continuous(vector):
                 vector.copy_(self._aggregator.combine(parts, weights))
@@ -168,7 +180,7 @@ class KeptPushes:
         sizes = [abs(weight) for weight in weights]
         total = math.fsum(sizes)
         done = min(weights) > 0 and math.isclose(total, 1.0, rel_tol=1e-9)  # with the gradients
-        for index in range(self._num_trained, len(result.padded)):
+        for index in self._buffers:
             buffer, parts = result.padded[index], [each.arena.padded[index] for each in kept]
             if not is_continuous(buffer):
                 buffer.copy_(parts[-1])  # a count, such as BatchNorm's of batches, is that of the last push

@@ -51,17 +51,17 @@ class ProblemReplay:
         policy = parse_policy(config.policy)
         assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
         self.train_state = _make_train_state(config, problem, policy, workers)
-        self._layouts = ModelLayouts(self.train_state.model)
+        adds_up = all(commit.weights is None for commit in plan.commits)
+        rule = replace(CommitRule.of(policy), adds_up=adds_up)
+        self._layouts = ModelLayouts(self.train_state.model, with_reads=rule.with_reads)
         memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
         adopt(self._layouts, memory)
         self._parameters = self._layouts.down.views(memory)
-        adds_up = all(commit.weights is None for commit in plan.commits)
-        rule = replace(CommitRule.of(policy), adds_up=adds_up)
         self._store = ParameterStore(self.train_state, self._layouts, memory, rule)
         sampler = training_sampler(config, problem, 1)
         batches = NumberedBatches(problem.train, ShardedSampler(sampler.num_samples, sampler.batch_size, seed=seed))
         _check_data(plan, batches)
-        self._worker = ReplayWorker(config, problem, batches)
+        self._worker = ReplayWorker(config, problem, batches, rule)
         self._computed_from = plan.computed_from()
         self._waiting: dict[Pushed, ComputedPush] = {}  # for their commits
         self._free: list[Arena] = []  # memory to be used again

@@ -11,6 +11,7 @@ from paceline.data.numbered import NumberedBatches
 from paceline.problems import Problem
 from paceline.replay.plan import RecordedPush
 from paceline.seeding import derive_seed, seed_streams
+from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import Filled, fill_push, read_parameters
 from paceline.store.layout import Arena, ModelLayouts
 from paceline.training.train import TrainConfig, loss_of, make_model
@@ -29,10 +30,10 @@ class ComputedPush:
 class ReplayWorker:
     """Computes the pushes of all workers of a run, one after the other, on one model."""
 
-    def __init__(self, config: TrainConfig, problem: Problem, batches: NumberedBatches) -> None:
+    def __init__(self, config: TrainConfig, problem: Problem, batches: NumberedBatches, rule: CommitRule) -> None:
         self._config, self._problem, self._batches = config, problem, batches
         self._model = make_model(config, problem)
-        self._layouts = ModelLayouts(self._model)
+        self._layouts = ModelLayouts(self._model, with_reads=rule.with_reads)
         self._device = next(self._model.parameters()).device
         self._buffers: dict[int, list[Tensor]] = {}  # by rank, after its last step
 

@@ -118,6 +118,7 @@ class Welcome(NamedTuple):
     slots: Count  # of gradients, in memory that is shared
     epoch: Count  # the first one that is not done
     shards: tuple[str, ...] = ()  # where the other servers are, which hold the rest of the parameters
+    with_reads: bool = False  # a push has also the parameters that it was computed from
 
 
 class Go(NamedTuple):

@@ -154,7 +154,7 @@ class Cluster:
         if others:
             pushes = pushes_of([worker, *others], batch.step, batch.version, self.examples)
             self.now = batch.times[batch.given - 1]
-            self.network.bytes_in += len(pushes) * self.network.nbytes
+            self.network.bytes_in += len(pushes) * self.network.pushed
             self._carry_out(self._policy.pushed_together(self.state, pushes, self.now), self.now)
         return bool(others)
 

@@ -100,10 +100,7 @@ class Scenario:
                 f"policy {policy} follows the loss, so it needs a problem to train: name one, as in --problem digits"
             )
         policy.begin(self.workers)
-        if policy.aggregator != "mean":  # else torch need not be imported
-            from paceline.aggregators import aggregator_of
-
-            aggregator_of(policy, self.workers)
+        self._pushed_bytes(policy)
         self.compute.check_workers(self.workers)
         self._check_messages()
         return policy
@@ -143,7 +140,17 @@ class Scenario:
         policy, link = parse_policy(self.policy), parse_link(self.link)
         if isinstance(policy, AllReduce):
             return Collective(lambda compute: self._exposed(policy, compute), ring_bytes(self.nbytes, self.workers))
-        return Instant(self.nbytes) if link == Link() else ServerLink(link, self.nbytes)
+        assert isinstance(policy, ServerPolicy)
+        pushed = self._pushed_bytes(policy)
+        return Instant(self.nbytes, pushed) if link == Link() else ServerLink(link, self.nbytes, pushed)
+
+    def _pushed_bytes(self, policy: ServerPolicy) -> float:
+        """The size of a push; raise if the policy's aggregator cannot be."""
+        if policy.aggregator == "mean":  # then torch need not be imported
+            return self.nbytes
+        from paceline.aggregators import Needs, aggregator_of
+
+        return self.nbytes * (2 if aggregator_of(policy, self.workers).needs is Needs.READS else 1)
 
     def _exposed(self, policy: AllReduce, compute: float) -> float:
         """Seconds of the exchange that the slowest worker's backward pass does not hide."""

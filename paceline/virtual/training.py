@@ -76,7 +76,9 @@ class GradientWork:
         if isinstance(made, torch.optim.LBFGS):
             raise UsageError("LBFGS evaluates a loss several times in a step, and a server has only gradients; use sgd")
         self._replica = copy.deepcopy(self.model)
-        self._layouts, self._replicas = ModelLayouts(self.model), ModelLayouts(self._replica)
+        self._layouts, self._replicas = (
+            ModelLayouts(model, with_reads=rule.with_reads) for model in (self.model, self._replica)
+        )
         self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
         adopt(self._layouts, self._memory)
         train_state = TrainState(model=self.model, optimizers=[made])
