@@ -36,6 +36,7 @@ __all__ = [
     "CheckpointError",
     "CommError",
     "DistributedDataParallel",
+    "Downpour",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",

@@ -259,7 +259,8 @@ def test_a_run_needs_an_end_and_a_commit() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"ada-sync", "local-sgd"}))
 def test_the_same_seed_is_the_same_run(policy: str) -> None:
-    text = {"ssp": "ssp(bound=1)"}.get(policy, f"{policy}(k=3)" if policy.startswith("k-") else policy)
+    needed = {"ssp": "(bound=1)", "downpour": "(period=2)"}
+    text = policy + needed.get(policy, "(k=3)" if policy.startswith("k-") else "")
     first, again, other = (as_record(run(text, commits=60, seed=seed)) for seed in (1, 1, 2))
     assert json.dumps(first) == json.dumps(again) != json.dumps(other)
 

@@ -25,6 +25,7 @@ LAWFUL = [
     "k-async(k=4)",
     "k-batch-async(k=1)",
     "k-batch-async(k=5)",
+    "downpour(period=2)",
     "ssp(bound=0)",
     "ssp(bound=2)",
     "ada-sync(k0=2, window=3)",
@@ -153,7 +154,7 @@ def test_every_commit_has_its_k_and_versions_only_grow(text: str, deeds: list[De
     policy = policy_of(text)
     chaos = Chaos(policy)
     hand = chaos.hand
-    most = {"sync": 99, "async": 1, "ssp": 1}.get(policy.name) or getattr(policy, "k", None)
+    most = {"sync": 99, "async": 1, "downpour": 1, "ssp": 1}.get(policy.name) or getattr(policy, "k", None)
     versions = [0]
 
     def check() -> None:

@@ -16,11 +16,10 @@ from torch.utils.data import TensorDataset
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
-from paceline.policies import POLICIES, AllReduce, ServerPolicy
+from paceline.policies import POLICIES, AllReduce, Async, ServerPolicy
 from paceline.problems import Metric, Problem, load_problem
 from paceline.problems.synthetic import make_quadratic
 from paceline.seeding import derive_seed, seed_streams
-from paceline.store.commit_rule import CommitRule
 from paceline.virtual.batches import BatchQueue
 from paceline.virtual.simulate import Scenario
 from paceline.virtual.training import GradientWork, SimulatedTraining, TrainingOutcome, TrainingPlan, simulate_training
@@ -106,7 +105,7 @@ def test_gradients_are_of_the_parameters_as_read() -> None:
     "name", sorted(name for name, kind in POLICIES.items() if issubclass(kind, AllReduce | ServerPolicy))
 )
 def test_the_same_seed_gives_the_same_bytes(name: str) -> None:
-    policy = {"ssp": "ssp(bound=1)", "ada-sync": "ada-sync(window=2)"}.get(name, name)
+    policy = {"ssp": "ssp(bound=1)", "downpour": "downpour(period=2)", "ada-sync": "ada-sync(window=2)"}.get(name, name)
     policy = f"{name}(k=3)" if name.startswith("k-") else policy
     options: dict[str, Any] = {"delay": "1+exp(1)", "problem": dropout_problem()}
     runs = [training(policy, 4, seed=seed, **options) for seed in (5, 5, 6)]
@@ -216,9 +215,8 @@ def test_what_is_known_in_the_middle() -> None:
 def test_mistakes() -> None:
     with pytest.raises(UsageError, match="batch size must be at least 1"):
         make_plan(batch_size=0)
-    rule = CommitRule(adds_up=True)
     with pytest.raises(UsageError, match="LBFGS"):
-        GradientWork(load_problem("logistic"), 2, optimizer="lbfgs", batch_size=8, times=(0.0,), rule=rule, seed=0)
+        GradientWork(load_problem("logistic"), 2, optimizer="lbfgs", batch_size=8, times=(0.0,), policy=Async(), seed=0)
     with pytest.raises(UsageError, match="seconds must be above 0"):
         training("async", 2, seconds=-1)
 

@@ -31,12 +31,13 @@ from paceline.delays.delay import Changed, Constant, Factors
 from paceline.delays.distributions import Times, Workers
 from paceline.optim import make_optimizer
 from paceline.policies import POLICIES, Async, KBatchAsync, ServerPolicy, parse_policy
+from paceline.policies.messages import PushKind
 from paceline.problems import Metric, Problem, Recipe
 from paceline.record.trace import Trace, TraceWriter
 from paceline.replay.plan import read_plan
 from paceline.replay.serving import ReplayServer
 from paceline.server.client import Client
-from paceline.store.commit_rule import CommitRule
+from paceline.server.local_steps import LocalSteps
 from paceline.train_state import TrainState
 from paceline.training.replay_problem import ProblemReplay
 from paceline.training.train import TrainConfig, make_model
@@ -101,7 +102,8 @@ class Case:
     @property
     def told(self) -> str:
         """A policy with a text form, from which a replay learns all but the commits, which are in the trace."""
-        return str(Async(aggregator=self.policy.aggregator))
+        known = self.policy.name in POLICIES
+        return str(self.policy if known else Async(aggregator=self.policy.aggregator))
 
     def train_state(self) -> TrainState:
         model = make_model(CONFIG, self.problem)
@@ -136,7 +138,7 @@ class Noting(GradientWork):
             optimizer=CONFIG.optimizer,
             batch_size=BATCH,
             times=(),
-            rule=CommitRule.of(case.policy),
+            policy=case.policy,
             seed=SEED,
         )
         self.ended: list[int] = []
@@ -163,7 +165,7 @@ class Listing(Changed):
 
     def draw(self, worker: int) -> float:
         self.drawn.append(worker)
-        if self.case.ends and self.work._batches[worker] >= PUSHES:
+        if self.case.ends and max(self.work._batches[worker]) >= PUSHES:
             return math.inf
         return float(self.case.times[len(self.drawn) % len(self.case.times)])
 
@@ -188,12 +190,15 @@ class Worker:
     """A worker that computes a step when it is told to."""
 
     def __init__(self, case: Case, rank: int, address: str) -> None:
-        self._case, self._model = case, make_model(CONFIG, case.problem)
+        self._case, train_state = case, case.train_state()
+        self._model = train_state.model
+        self._local = LocalSteps(train_state) if case.policy.kind is PushKind.DIFFERENCE else None
         self._batches = NumberedBatches(case.problem.train, ShardedSampler(SAMPLES, BATCH, seed=SEED))
         self.client = Client(
             self._model, address=address, token=TOKEN, sealed=False, rank=rank, incarnation=0, memory=None
         )
         self.step: Go | None = None
+        self.batches: list[tuple[int, int]] = []  # of that step
         self.client.describe(SAMPLES, BATCH, "short", True, 0)
         self.client.ask(case.epochs)
 
@@ -207,6 +212,12 @@ class Worker:
         """Wait for a step, or for word that there is none."""
         answer = self.client.next_step(self._case.epochs)
         self.step = answer if isinstance(answer, Go) else None
+        if self.step is not None:
+            self.batches = [(self.step.epoch, self.step.batch)]
+            for _ in range(self._case.policy.local_steps - 1):  # all at once, as on the virtual cluster
+                more = self.client.more()
+                assert more is not None
+                self.batches.append((more.epoch, more.batch))
 
     def begin_in_time(self) -> None:
         """Wait for a step that is not cancelled."""
@@ -215,12 +226,19 @@ class Worker:
 
     def push(self) -> None:
         assert self.step is not None
-        (inputs, targets), count = self._batches.fetch(self.step.epoch, self.step.batch)
-        self._model.zero_grad()
-        loss = self._case.problem.loss(self._model(inputs), targets)
-        torch.autograd.backward(loss)
+        examples, loss = 0, torch.zeros(())
+        for batch in self.batches:
+            (inputs, targets), count = self._batches.fetch(*batch)
+            self._model.zero_grad()
+            loss = self._case.problem.loss(self._model(inputs), targets)
+            torch.autograd.backward(loss)
+            examples += count
+            if self._local is not None:
+                self._local.step(self.client.version)
+        if self._local is not None:
+            assert self._local.end()
         self.step = None
-        self.client.push(examples=count, loss=float(loss.detach()), seconds=0.0)
+        self.client.push(examples=examples, loss=float(loss.detach()), seconds=0.0)
 
 
 def on_live_server(case: Case, order: Sequence[int], servers: int, trace: Path) -> tuple[Outcome, list[bool]]:
@@ -231,9 +249,10 @@ def on_live_server(case: Case, order: Sequence[int], servers: int, trace: Path) 
     writer = TraceWriter(trace, {"world_size": WORKERS, "seed": SEED, "policy": case.told})
     cluster = ShardedCluster(case.policy, case.train_state, servers=servers, workers=WORKERS, trace=writer, seed=SEED)
     with cluster, contextlib.closing(writer):
-        workers = [Worker(case, rank, cluster.address) for rank in range(WORKERS)]
-        for worker in workers:
-            worker.settle()
+        workers = []
+        for rank in range(WORKERS):
+            workers.append(Worker(case, rank, cluster.address))
+            workers[-1].settle()
         for rank in order:
             workers[rank].push()
             workers[rank].settle()
@@ -348,7 +367,7 @@ def test_all_aggregators_come_to_the_same_bits_under_all_who_drive(aggregator: s
     assert_all_the_same(Case(policy=policy, problem=make_problem(norm=norm), times=[3, 1, 4, 1, 5, 2], ends=False))
 
 
-OPTIONS = {"ssp": "(bound=1)", "ada-sync": "(window=0)"}
+OPTIONS = {"ssp": "(bound=1)", "downpour": "(period=2)", "ada-sync": "(window=0)"}
 
 
 @pytest.mark.parametrize("norm", [False, True])

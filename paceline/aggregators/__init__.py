@@ -7,6 +7,7 @@ from paceline.aggregators.delay_compensated import DelayCompensated
 from paceline.aggregators.mean import Mean
 from paceline.aggregators.median import Median
 from paceline.errors import UsageError
+from paceline.policies.messages import PushKind
 from paceline.policies.server import ServerPolicy
 from paceline.spec import from_spec
 
@@ -35,8 +36,16 @@ def parse_aggregator(text: str) -> Aggregator:
 
 
 def aggregator_of(policy: ServerPolicy, workers: int | None = None) -> Aggregator:
-    """The aggregator that a policy names; raise if there is none, or if commits of so many workers are too small."""
+    """The aggregator that a policy names; raise if there is none, or if it cannot combine the policy's pushes.
+
+    If ``workers``, their number, is known, commits of so many must be large enough for it.
+    """
     aggregator = parse_aggregator(policy.aggregator)
+    if aggregator.needs is Needs.READS and policy.kind is not PushKind.GRADIENT:
+        raise UsageError(
+            f"policy {policy}: aggregator {aggregator} corrects gradients, and under {policy.name} workers push a "
+            f"{policy.kind.value}; use another aggregator, or async"
+        )
     pushes = policy.pushes_per_commit(workers) if workers is not None else aggregator.least
     if pushes < aggregator.least:
         raise UsageError(

@@ -6,6 +6,7 @@ from paceline.errors import UsageError
 from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
+from paceline.policies.downpour import Downpour
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
 from paceline.policies.local_sgd import LocalSGD
 from paceline.policies.server import ServerPolicy
@@ -18,6 +19,7 @@ __all__ = [
     "AdaSync",
     "AllReduce",
     "Async",
+    "Downpour",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
@@ -31,7 +33,17 @@ __all__ = [
 ]
 
 _PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD)
-_SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
+_SERVER: tuple[type[ServerPolicy], ...] = (
+    Sync,
+    KSync,
+    KBatchSync,
+    Async,
+    KAsync,
+    KBatchAsync,
+    SSP,
+    AdaSync,
+    Downpour,
+)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 
 

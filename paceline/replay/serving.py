@@ -95,6 +95,7 @@ class ReplayServer:
         self._model = ModelLayouts.describe(train_state.model)
         policy = parse_policy(trace.about["policy"])
         assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
+        self._policy = policy
         adds_up = not any(isinstance(record, traced.Chose) for record in self._records)
         self._rule = replace(CommitRule.of(policy), adds_up=adds_up)
         self._layouts = ModelLayouts(train_state.model, with_reads=self._rule.with_reads)
@@ -269,6 +270,8 @@ class ReplayServer:
                 slots=self._about["world_size"],
                 epoch=record.epoch,
                 with_reads=self._rule.with_reads,
+                kind=self._policy.kind.value,
+                local_steps=self._policy.local_steps,
             )
         )
 

@@ -277,6 +277,8 @@ class LiveServer:
                 epoch=self._queue.epoch,
                 shards=self._addresses_for(peer),
                 with_reads=self._rule.with_reads,
+                kind=self._policy.kind.value,
+                local_steps=self._policy.local_steps,
             )
         )
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from paceline.aggregators import parse_aggregator
 from paceline.errors import CommError, WireError
+from paceline.policies.messages import PushKind
 from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
@@ -172,7 +173,8 @@ class ShardServer:
         return done
 
     def _begin(self, order: wire.Begin) -> None:
-        rule = CommitRule(adds_up=order.adds_up, aggregator=parse_aggregator(order.aggregator))
+        aggregator, kind = parse_aggregator(order.aggregator), PushKind(order.kind)
+        rule = CommitRule(adds_up=order.adds_up, aggregator=aggregator, kind=kind)
         model, servers = self._train_state.model, self._servers
         self._layouts = layouts_of(model, servers, with_reads=rule.with_reads)[self._shard]
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes

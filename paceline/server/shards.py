@@ -113,8 +113,8 @@ class Shards:
                 adopt(part, other.memory.down)
             lengths = [write_state(other.file, self._train_state, part) for other, part in self._parts()]
             self.drop_collected()
-        rules = rule.adds_up, str(rule.aggregator)
-        self._order([wire.Begin(number, version, workers, length, *rules) for length in lengths])
+        begin = wire.Begin(number, version, workers, 0, rule.adds_up, str(rule.aggregator), rule.kind.value)
+        self._order([begin._replace(state=length) for length in lengths])
         self._wait()
         if found:
             for other, part in self._parts():

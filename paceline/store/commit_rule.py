@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from paceline.aggregators import Aggregator, Mean, Needs, aggregator_of
+from paceline.policies.messages import PushKind
 from paceline.policies.server import ServerPolicy
 
 
@@ -15,11 +16,12 @@ class CommitRule:
 
     adds_up: bool  # every commit is of all pushes since the last, weighted by their examples
     aggregator: Aggregator = field(default_factory=Mean)
+    kind: PushKind = PushKind.GRADIENT
 
     @classmethod
     def of(cls, policy: ServerPolicy) -> Self:
         """The rule of a policy."""
-        return cls(adds_up=policy.adds_up, aggregator=aggregator_of(policy))
+        return cls(adds_up=policy.adds_up, aggregator=aggregator_of(policy), kind=policy.kind)
 
     @property
     def keeps_pushes(self) -> bool:

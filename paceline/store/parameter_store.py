@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.policies.messages import PushKind
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import publish
 from paceline.store.layout import Arena, ModelLayouts
@@ -53,17 +54,30 @@ class ParameterStore:
                 buffer.copy_(pushed)
 
     def update(self, *, norm: float | None = None) -> None:
-        """End the commit: step the optimizers, and have the parameters in the memory.
+        """End the commit: step the optimizers, or add the differences, and have the parameters in the memory.
 
         ``norm`` is the norm of all gradients, if other servers hold a part of them.
         """
+        if self._rule.kind is PushKind.GRADIENT:
+            self._step(norm)
+        else:
+            self._add()
+        publish(self._layouts, self._memory)
+        for parameter in self._layouts.trained:  # faster than an optimizer's zero_grad, which a profiler can follow
+            parameter.grad = None
+
+    def _step(self, norm: float | None) -> None:
         longest = self._train_state.clip_norm
         if norm is not None and longest is not None:
             clip(self._layouts, longest, norm)
         self._train_state.update(clipped=norm is not None)
-        publish(self._layouts, self._memory)
-        for parameter in self._layouts.trained:  # faster than an optimizer's zero_grad, which a profiler can follow
-            parameter.grad = None
+
+    @torch.no_grad()
+    def _add(self) -> None:
+        for parameter in self._layouts.trained:
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad)
+        self._train_state.step_schedulers()
 
     def commit(self, shares: Sequence[Share] | None = None) -> None:
         """Make a commit of the pushes that are named, or of all that wait."""

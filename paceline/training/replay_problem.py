@@ -61,7 +61,13 @@ class ProblemReplay:
         sampler = training_sampler(config, problem, 1)
         batches = NumberedBatches(problem.train, ShardedSampler(sampler.num_samples, sampler.batch_size, seed=seed))
         _check_data(plan, batches)
-        self._worker = ReplayWorker(config, problem, batches, rule)
+        self._worker = ReplayWorker(
+            config,
+            problem,
+            batches,
+            train_state=_make_train_state(config, problem, policy, workers),
+            rule=rule,
+        )
         self._computed_from = plan.computed_from()
         self._waiting: dict[Pushed, ComputedPush] = {}  # for their commits
         self._free: list[Arena] = []  # memory to be used again

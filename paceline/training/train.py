@@ -168,9 +168,9 @@ def make_model(config: TrainConfig, problem: Problem) -> nn.Module:
 
 
 def server_pace(config: TrainConfig, problem: Problem, policy: ServerPolicy, workers: int) -> tuple[int, int]:
-    """The expected updates per epoch with a server, and the batches per update."""
-    batches = policy.pushes_per_commit(workers)
-    return -(-training_sampler(config, problem, 1).steps_per_epoch // batches), batches
+    """The expected updates per epoch with a server, and the batches whose mean an update takes."""
+    pushes = policy.pushes_per_commit(workers)
+    return -(-training_sampler(config, problem, 1).steps_per_epoch // (pushes * policy.local_steps)), pushes
 
 
 def build_scheduler(

@@ -256,7 +256,9 @@ def as_record(result: Simulated) -> dict[str, Any]:
 
 def _scaling_efficiency(scenario: Scenario, iteration: float) -> float | None:
     """Compare with one worker, which computes a mini-batch (of all workers, under strong scaling) without messages."""
-    alone = parse_delay(scenario.delay).mean(0)
+    policy = parse_policy(scenario.policy)
+    batches = policy.local_steps if isinstance(policy, ServerPolicy) else 1
+    alone = parse_delay(scenario.delay).mean(0) * batches
     return alone / iteration if iteration > 0 and math.isfinite(alone) else None
 
 
