@@ -39,6 +39,7 @@ __all__ = [
     "CommError",
     "DiLoCo",
     "DistributedDataParallel",
+    "Downpour",
     "Gossip",
     "KAsync",
     "KBatchAsync",

@@ -21,6 +21,7 @@ from paceline.policies import (
     AllReduce,
     Async,
     DiLoCo,
+    Downpour,
     Gossip,
     KAsync,
     KBatchAsync,
@@ -58,6 +59,7 @@ ALL_POLICIES: list[Policy] = [
     KAsync(k=100),
     KBatchAsync(k=7),
     SSP(bound=0),
+    Downpour(period=4),
     AdaSync(),
     AdaSync(k0=2, over="k-batch-async", rule="root", window=0.5),
 ]

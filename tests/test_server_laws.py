@@ -37,6 +37,7 @@ LAWFUL = [
     "k-async(k=4)",
     "k-batch-async(k=1)",
     "k-batch-async(k=5)",
+    "downpour(period=2)",
     "ssp(bound=0)",
     "ssp(bound=1)",
     "ssp(bound=2)",

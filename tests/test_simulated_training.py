@@ -111,7 +111,7 @@ def test_gradients_are_of_the_parameters_as_read() -> None:
     "name", sorted(name for name, kind in POLICIES.items() if issubclass(kind, AllReduce | ServerPolicy))
 )
 def test_the_same_seed_gives_the_same_bytes(name: str) -> None:
-    policy = {"ssp": "ssp(bound=1)", "ada-sync": "ada-sync(window=2)"}.get(name, name)
+    policy = {"ssp": "ssp(bound=1)", "downpour": "downpour(period=2)", "ada-sync": "ada-sync(window=2)"}.get(name, name)
     policy = f"{name}(k=3)" if name.startswith("k-") else policy
     options: dict[str, Any] = {"delay": "1+exp(1)", "problem": dropout_problem()}
     runs = [training(policy, 4, seed=seed, **options) for seed in (5, 5, 6)]

@@ -8,6 +8,7 @@ from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
 from paceline.policies.diloco import DiLoCo
+from paceline.policies.downpour import Downpour
 from paceline.policies.elastic import SMA, ElasticPolicy, ElasticRule, SyncEASGD
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
 from paceline.policies.gossip import Gossip
@@ -28,6 +29,7 @@ __all__ = [
     "AllReduce",
     "Async",
     "DiLoCo",
+    "Downpour",
     "ElasticPolicy",
     "ElasticRule",
     "Gossip",
@@ -57,7 +59,17 @@ _PEERS: tuple[type[PeersPolicy], ...] = (
     SMA,
     Gossip,
 )
-_SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
+_SERVER: tuple[type[ServerPolicy], ...] = (
+    Sync,
+    KSync,
+    KBatchSync,
+    Async,
+    KAsync,
+    KBatchAsync,
+    SSP,
+    AdaSync,
+    Downpour,
+)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from paceline.aggregators import aggregator_of
 from paceline.errors import UsageError, check_whole, unknown_name
 from paceline.launch.environment import ServerAssignment
 from paceline.policies import Policy
@@ -143,8 +144,10 @@ def check_role(policy: Policy, assignment: ServerAssignment | None) -> None:
     )
 
 
-def check_for_server(train_state: TrainState, policy: Policy) -> None:
-    """Raise if a server cannot make the updates."""
+def check_for_server(train_state: TrainState, policy: Policy, workers: int | None) -> None:
+    """Raise if a server cannot make the updates; ``workers`` is their number, if it is known."""
+    if isinstance(policy, ServerPolicy):
+        aggregator_of(policy, workers)
     if any(isinstance(each, torch.optim.LBFGS) for each in train_state.optimizers):
         raise UsageError(f"LBFGS evaluates a loss several times an update, and under {policy} the server updates")
     if any(isinstance(each, torch.optim.SparseAdam) for each in train_state.optimizers):

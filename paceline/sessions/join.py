@@ -131,7 +131,7 @@ def join_with_server(request: JoinRequest) -> Session:
         return join_peers(request)
     report("needs server")  # started with us, or now
     report("joined")  # before others are waited for: then one that never joins is found out
-    check_for_server(request.train_state, request.policy)
+    check_for_server(request.train_state, request.policy, assignment.workers)
     check_dealt(request.train_state.model, 1 + len(assignment.shard_fds))  # by whoever comes first
     if assignment.role == "server":
         raise SystemExit(host(request, assignment))

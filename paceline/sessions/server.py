@@ -31,6 +31,7 @@ from paceline.sessions.nan_guard import NaNGuard, OnNaN, Where
 from paceline.sessions.request import JoinRequest
 from paceline.sessions.run_state import Position, RunState, last_checkpoint, open_run
 from paceline.sessions.shards import open_shards, serve_shard
+from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import read_note
 from paceline.store.memory import mark_over
 from paceline.train_state import TrainState
@@ -128,7 +129,7 @@ class ServerRun:
                     assignment,
                     workers=self.world_size,
                     version=self.steps,
-                    adds_up=self.policy.adds_up,
+                    rule=CommitRule.of(self.policy),
                     found=self._found is not None,
                 )
                 self._trace = self._open_trace()

@@ -75,7 +75,8 @@ class Cluster:
         self.version = 0
         self.state = policy.begin(workers)
         delay.check_workers(workers)
-        self.examples, self._notice = examples, notice
+        self.examples, self._notice = examples, notice  # of a mini-batch
+        self._push_examples = examples * policy.local_steps
         self._random = np.random.Generator(np.random.PCG64(derive_seed(seed, "delays")))
         self._agenda = Agenda(workers)
         self._events: Iterator[Event] = iter(self._agenda)
@@ -135,7 +136,7 @@ class Cluster:
 
     def _end(self, worker: int, step: int, version: int, at: float) -> None:
         """A worker has ended its step and sends its gradient."""
-        loss, examples = (None, self.examples) if self._work is None else self._work.end(worker, step)
+        loss, examples = (None, self._push_examples) if self._work is None else self._work.end(worker, step)
         push = Push(worker, 0, step, version, examples, loss)
         arrives = self.network.push(at)
         if arrives > at:
@@ -149,9 +150,9 @@ class Cluster:
         room = self._policy.room(self.state)
         others = self._agenda.take(batch, room - 1) if room > 1 else []
         if others:
-            pushes = pushes_of([worker, *others], batch.step, batch.version, self.examples)
+            pushes = pushes_of([worker, *others], batch.step, batch.version, self._push_examples)
             self.now = batch.times[batch.given - 1]
-            self.network.bytes_in += len(pushes) * self.network.nbytes
+            self.network.bytes_in += len(pushes) * self.network.pushed
             self._carry_out(self._policy.pushed_together(self.state, pushes, self.now), self.now)
         return bool(others)
 
@@ -198,7 +199,9 @@ class Cluster:
 
     def _begin(self, workers: Numbers, step: int, begin: Times) -> None:
         """Begin the workers' step on the newest parameters, each at its own time."""
-        ends = begin + self._delay.sample(self._random, workers, begin)
+        ends = begin
+        for _ in range(self._policy.local_steps):
+            ends = ends + self._delay.sample(self._random, workers, ends)
         self._versions[workers] = self.version
         self._began[workers] = begin
         self._ends[workers] = ends
@@ -213,7 +216,9 @@ class Cluster:
 
     def _begin_one(self, worker: int, step: int, begin: float, version: int) -> None:
         """The same for one worker, without the cost of arrays."""
-        end = begin + self._draw_one(worker, begin)
+        end = begin
+        for _ in range(self._policy.local_steps):
+            end += self._draw_one(worker, end)
         self._versions[worker] = version
         self._began[worker] = begin
         self._ends[worker] = end

@@ -12,10 +12,10 @@ from paceline.virtual.links import Link, parse_link, ring_bytes
 
 
 class Network(ABC):
-    """Times and counts messages; ``nbytes`` is the size of one set of parameters or gradients."""
+    """Times and counts messages; ``nbytes`` is the size of the parameters, and of a push unless ``pushed`` is."""
 
-    def __init__(self, nbytes: float) -> None:
-        self.nbytes = nbytes
+    def __init__(self, nbytes: float, pushed: float | None = None) -> None:
+        self.nbytes, self.pushed = nbytes, nbytes if pushed is None else pushed
         self.bytes_in = 0.0  # to the server
         self.bytes_out = 0.0  # from the server, or between peers; each byte on the wire counts once
 
@@ -32,7 +32,7 @@ class Instant(Network):
     """Messages take no time; bytes are counted."""
 
     def push(self, at: float) -> float:
-        self.bytes_in += self.nbytes
+        self.bytes_in += self.pushed
         return at
 
     def send(self, at: float, workers: int) -> Times:
@@ -43,15 +43,15 @@ class Instant(Network):
 class ServerLink(Network):
     """All messages pass the server's link, which carries one at a time in each direction, in order of arrival."""
 
-    def __init__(self, link: Link, nbytes: float) -> None:
-        super().__init__(nbytes)
+    def __init__(self, link: Link, nbytes: float, pushed: float | None = None) -> None:
+        super().__init__(nbytes, pushed)
         self._latency = link.latency
-        self._transfer = nbytes / link.bandwidth
+        self._transfer, self._push_transfer = nbytes / link.bandwidth, self.pushed / link.bandwidth
         self._in_free = self._out_free = 0.0
 
     def push(self, at: float) -> float:
-        self.bytes_in += self.nbytes
-        self._in_free = max(at + self._latency, self._in_free) + self._transfer
+        self.bytes_in += self.pushed
+        self._in_free = max(at + self._latency, self._in_free) + self._push_transfer
         return self._in_free
 
     def send(self, at: float, workers: int) -> Times:

@@ -97,6 +97,7 @@ class Scenario:
             )
         if isinstance(policy, ServerPolicy):
             policy.begin(self.workers)
+            self._pushed_bytes(policy)
         elif not isinstance(policy, AllReduce):
             self._check_never_fails(policy)
         self.compute.check_workers(self.workers)
@@ -172,7 +173,17 @@ class Scenario:
         policy, link = parse_policy(self.policy), parse_link(self.link)
         if isinstance(policy, AllReduce):
             return Collective(lambda compute: self._exposed(policy, compute), ring_bytes(self.nbytes, self.workers))
-        return Instant(self.nbytes) if link == Link() else ServerLink(link, self.nbytes)
+        assert isinstance(policy, ServerPolicy)
+        pushed = self._pushed_bytes(policy)
+        return Instant(self.nbytes, pushed) if link == Link() else ServerLink(link, self.nbytes, pushed)
+
+    def _pushed_bytes(self, policy: ServerPolicy) -> float:
+        """The size of a push; raise if the policy's aggregator cannot be."""
+        if policy.aggregator == "mean":  # then torch need not be imported
+            return self.nbytes
+        from paceline.aggregators import Needs, aggregator_of
+
+        return self.nbytes * (2 if aggregator_of(policy, self.workers).needs is Needs.READS else 1)
 
     def _exposed(self, policy: AllReduce, compute: float) -> float:
         """Seconds of the exchange that the slowest worker's backward pass does not hide."""

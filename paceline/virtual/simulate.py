@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.delays.delay import parse_delay
 from paceline.errors import UsageError
-from paceline.policies import AllReduce, ServerPolicy
+from paceline.policies import AllReduce, ServerPolicy, parse_policy
 from paceline.virtual.cluster import Cluster
 from paceline.virtual.peers_clock import PeersClock
 from paceline.virtual.rounds import Rounds
@@ -126,7 +126,9 @@ def as_record(result: Simulated) -> dict[str, Any]:
 
 def _scaling_efficiency(scenario: Scenario, iteration: float) -> float | None:
     """Compare with one worker, which computes a mini-batch (of all workers, under strong scaling) without messages."""
-    alone = parse_delay(scenario.delay).mean(0)
+    policy = parse_policy(scenario.policy)
+    batches = policy.local_steps if isinstance(policy, ServerPolicy) else 1
+    alone = parse_delay(scenario.delay).mean(0) * batches
     return alone / iteration if iteration > 0 and math.isfinite(alone) else None
 
 

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.policies import ServerPolicy
-from paceline.policies.messages import Push
+from paceline.policies.messages import Push, PushKind
 from paceline.seeding import derive_seed, seed_streams
+from paceline.server.local_steps import LocalSteps
+from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, fill_push, read_parameters
 from paceline.store.layout import Arena, ModelLayouts
 from paceline.store.parameter_store import ParameterStore
@@ -35,6 +37,7 @@ class GradientWork:
     """
 
     def __init__(self, plan: TrainingPlan, scenario: Scenario, policy: ServerPolicy, curve: Curve) -> None:
+        rule = CommitRule.of(policy)
         self._problem, self._seed, self.curve = plan.problem, scenario.seed, curve
         seed_streams(derive_seed(scenario.seed, "model"))
         self.model = plan.problem.make_model()
@@ -43,17 +46,27 @@ class GradientWork:
             raise UsageError("LBFGS evaluates a loss several times in a step, and a server has only gradients; use sgd")
         scheduler = plan.make_scheduler(made, policy.pushes_per_commit(scenario.workers))
         self._replica = copy.deepcopy(self.model)
-        self._layouts, self._replicas = ModelLayouts(self.model), ModelLayouts(self._replica)
+        self._layouts, self._replicas = (
+            ModelLayouts(model, with_reads=rule.with_reads) for model in (self.model, self._replica)
+        )
         self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
         adopt(self._layouts, self._memory)
         schedulers = () if scheduler is None else (scheduler,)
         train_state = TrainState(model=self.model, optimizers=[made], schedulers=schedulers)
-        self._store = ParameterStore(train_state, self._layouts, self._memory, adds_up=policy.adds_up)
-        self._newest = self._loaded = self._memory.clone()
+        self._store = ParameterStore(train_state, self._layouts, self._memory, rule)
+        self._local: LocalSteps | None = None
+        if rule.kind is PushKind.DIFFERENCE:
+            if schedulers:
+                raise UsageError(f"under {policy} workers make their own steps, for which no schedule is simulated")
+            own = make_optimizer(plan.optimizer or plan.problem.recipe.optimizer, self._replica.parameters())
+            self._local = LocalSteps(TrainState(model=self._replica, optimizers=[own]))
+        self._newest = self._memory.clone()
+        self._loaded: Tensor | None = self._newest  # what the replica has
         self._queue = BatchQueue(plan.problem.train, plan.batch, scenario.seed)
         self._reads: list[Tensor] = [self._newest] * scenario.workers  # parameters and buffers, as bytes
-        self._batches = [0] * scenario.workers
-        self._done: dict[PushKey, tuple[Arena, bytes, int]] = {}  # gradients, which parameters have one, batch
+        self._local_steps = policy.local_steps
+        self._batches: list[list[int]] = [[] for _ in range(scenario.workers)]  # of each worker's step
+        self._done: dict[PushKey, tuple[Arena, bytes, list[int]]] = {}  # push, which parameters it has, batches
         self._free: list[Arena] = []
         self._commits = 0
 
@@ -64,42 +77,60 @@ class GradientWork:
 
     def begin(self, workers: Sequence[int], version: int | None) -> None:
         for worker in workers:
-            self._batches[worker] = self._queue.take()
+            self._batches[worker] = [self._queue.take() for _ in range(self._local_steps)]
             if version is not None:
                 self._reads[worker] = self._newest
 
     def cancel(self, workers: Sequence[int]) -> None:
         for worker in workers:
-            self._queue.give_back(self._batches[worker])
+            self._give_back(self._batches[worker])
 
     def end(self, worker: int, step: int) -> tuple[float, int]:
-        number = self._batches[worker]
-        inputs, targets = self._queue.fetch(number)
-        seed_streams(derive_seed(self._seed, "batch", number))
         if self._loaded is not self._reads[worker]:
             self._loaded = self._reads[worker]
             read_parameters(self._replicas, self._replicas.down.views(self._loaded))
+        if self._local is not None:
+            self._local.become(worker)
+        batches, examples, loss = self._batches[worker], 0, 0.0
+        for number in batches:
+            loss, count = self._compute(number)
+            examples += count
+            if self._local is not None:
+                self._local.step(version=0)  # there are no schedules here
+        if self._replicas.buffers:
+            self._keep_buffers(worker)
+        if self._local is not None:
+            self._local.end()
+            self._loaded = None  # the replica has parameters of its own
+        arena = self._free.pop() if self._free else Arena(self._layouts.up)
+        self._done[PushKey(worker, step)] = arena, fill_push(self._replicas, arena).used, batches
+        return loss, examples
+
+    def _compute(self, number: int) -> tuple[float, int]:
+        """Have the gradients of a batch in the replica; give its loss and number of examples."""
+        inputs, targets = self._queue.fetch(number)
+        seed_streams(derive_seed(self._seed, "batch", number))
         for parameter in self._replicas.trained:
             parameter.grad = None
         loss = self._problem.loss(self._replica(inputs), targets)
         torch.autograd.backward(loss)
-        if self._replicas.buffers:
-            self._keep_buffers(worker)
-        arena = self._free.pop() if self._free else Arena(self._layouts.up)
-        self._done[PushKey(worker, step)] = arena, fill_push(self._replicas, arena).used, number
         return float(loss.detach()), len(inputs)
 
     def _keep_buffers(self, worker: int) -> None:
         """Keep a worker's buffers for its next step, in case that does not read the parameters again."""
-        self._loaded = self._reads[worker] = self._reads[worker].clone()
-        views = self._replicas.down.views(self._loaded)[len(self._replicas.parameters) :]
+        kept = self._loaded = self._reads[worker] = self._reads[worker].clone()
+        views = self._replicas.down.views(kept)[len(self._replicas.parameters) :]
         for view, buffer in zip(views, self._replicas.buffers, strict=True):
             view.copy_(buffer)
 
     def drop(self, push: Push) -> None:
-        arena, _, number = self._done.pop(PushKey(push.worker, push.step))
+        arena, _, batches = self._done.pop(PushKey(push.worker, push.step))
         self._free.append(arena)
-        self._queue.give_back(number)
+        self._give_back(batches)
+
+    def _give_back(self, batches: Sequence[int]) -> None:
+        for number in batches:
+            self._queue.give_back(number)
 
     def commit(self, pushes: Sequence[Push], weights: Sequence[float], at: float) -> None:
         self.look(at)
