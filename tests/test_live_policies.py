@@ -139,3 +139,15 @@ def test_nobody_runs_ahead_further_than_the_bound_of_ssp() -> None:
         cluster.host.commits = Watching()
         cluster.run([seen_state(SAMPLES) for _ in range(WORKERS)], work)
     assert 1 <= max(clocks) <= 2, "one over the bound: from then on it waits"
+
+
+def test_a_worker_that_comes_too_late_for_any_step_ends_with_the_newest_parameters() -> None:
+    first, late = seen_state(SAMPLES), seen_state(SAMPLES)
+    with Cluster("async", seen_state(SAMPLES), workers=2) as cluster:
+        with cluster.session(first, 0) as session:
+            train(session, first.model, samples(SAMPLES), batch_size=BATCH, epochs=1)
+            with cluster.session(late, 1) as too_late:
+                assert [*too_late.epochs(1)] == []
+            assert cluster.server.figures()[1]["bytes_out"] > 0
+        newest = next(cluster.train_state.model.parameters())
+        assert torch.equal(next(late.model.parameters()), newest) and newest.any()

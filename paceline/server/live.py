@@ -655,6 +655,7 @@ class LiveServer:
         self._note_down()
         for member in done:
             member.pushed_at = None
+            member.figures.bytes_out += self._down_bytes
             member.peer.send(wire.Finished(self._memory.version, member.ask), self._parameters_for(member))
 
     def _without_batches(self) -> list[Member]:

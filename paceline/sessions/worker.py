@@ -83,7 +83,7 @@ class WorkerSession(Session):
         self._data.epoch = welcome.epoch
         self._phase = _Phase.NOTHING_ASKED
         self._demand = OWN_DATA  # what steps are for
-        self._asked = OWN_DATA  # what a step was asked for last
+        self._asked: Demand | None = None  # what a step was asked for last
         self._num_cancelled = 0  # steps of this worker
         self._waited = 0.0
         self._last_block: Step | None = None  # of those that were not cancelled
@@ -250,9 +250,11 @@ class WorkerSession(Session):
         """The server is the one that is asked, by a signal, and its workers end with it."""
 
     def _end_well(self) -> None:
-        """Push what local steps have changed; the server has the rest of what there is to save."""
+        """Push what local steps have changed; a worker that has asked for no step reads the parameters."""
         if self._local_steps_made:
             self._push_rest()
+        if self._asked is None:
+            self.refresh()
 
     def _release(self) -> None:
         if self._accumulating and not self._failed:
