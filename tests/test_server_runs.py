@@ -396,7 +396,7 @@ def test_a_server_that_finds_no_server_policy_says_so(bench: Bench) -> None:
         paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="all-reduce")
         """
     ended = run(bench, source, 1, ServerOptions(alone=True, bind="127.0.0.1:0"), serve="")
-    assert ended.code == 1
+    assert ended.code == 2
     assert "started as the server of this run, which needs a policy with a server, and found all-reduce" in ended.err
 
 
