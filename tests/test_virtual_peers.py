@@ -42,7 +42,13 @@ def text_of(kind: type[PeersPolicy]) -> str:
     return f"{kind.name}({', '.join(f'{name}=3' for name in needed)})" if needed else kind.name
 
 
-PEERS = sorted(text_of(kind) for kind in POLICIES.values() if issubclass(kind, PeersPolicy))
+PEERS = [
+    *sorted(text_of(kind) for kind in POLICIES.values() if issubclass(kind, PeersPolicy)),
+    "diloco(every=4, fragments=2)",
+    "diloco(every=4, fragments=2, overlap=2)",
+    "gossip(topology=random-pairs)",
+    "sma(every=2)",
+]
 
 
 def run(policy: str, workers: int = 3, *, seconds: float = 20.0, plan: Any = None, **options: Any) -> PeersTraining:

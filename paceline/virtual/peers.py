@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.peers.connect import EXCHANGES
-from paceline.problems.synthetic import make_quadratic
+from paceline.problems import Metric, Problem
 from paceline.seeding import derive_seed, seed_streams
 from paceline.sessions.join import join
 from paceline.sessions.session import Session
@@ -23,7 +24,7 @@ from paceline.virtual.simulate import check_length, summary
 from paceline.virtual.turns import Turns
 
 _ENDLESS = 2**31  # epochs
-_STAND_IN = 4096  # parameters, beside which the few numbers that an exchange adds do not matter
+_LAYERS, _LAYER_SIZE = 64, 256  # of a stand-in; beside them the few numbers that an exchange adds do not matter
 
 
 class PeersTraining(PeersClock):
@@ -147,8 +148,7 @@ class ExchangeTimes(PeersTraining):
         policy = scenario.check(has_loss=False)
         if type(policy) not in EXCHANGES:
             raise UsageError(f"policy {policy} cannot be simulated: paceline.peers.connect has no exchange for it")
-        problem = make_quadratic(dim=_STAND_IN, num_examples=scenario.workers)
-        super().__init__(scenario, TrainingPlan(problem=problem, batch_size=1), commits=1)
+        super().__init__(scenario, TrainingPlan(problem=_stand_in(scenario.workers), batch_size=1), commits=1)
         self.examples = scenario.worker_examples
 
     def run(self, *, commits: int | None = None, seconds: float = math.inf, stop: Sequence[object] = ()) -> None:
@@ -161,6 +161,25 @@ class ExchangeTimes(PeersTraining):
 
     def _scale(self, trained: int) -> float:
         return self._scenario.nbytes / trained
+
+
+class _Layers(nn.Module):
+    """Layers of equal size that compute next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(_LAYER_SIZE) for _ in range(_LAYERS))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.stack(list(self.layers)).sum() + inputs.sum()
+
+
+def _stand_in(examples: int) -> Problem:
+    data = TensorDataset(torch.zeros(examples, 1), torch.zeros(examples))
+    metric = Metric(name="loss", measure=lambda outputs, _: outputs, higher_is_better=False)
+    return Problem(
+        name="stand-in", make_model=_Layers, train=data, test=data, loss=lambda outputs, _: outputs, metric=metric
+    )
 
 
 class _BackwardClock:

@@ -30,8 +30,9 @@ class Rounds(PeersClock):
 
     @staticmethod
     def fit(policy: Policy) -> bool:
-        """Whether the policy answers the questions that are asked here."""
-        return hasattr(policy, "period") or hasattr(policy, "sends")
+        """Whether the policy answers the questions that are asked here, and exchanges all at once."""
+        at_once = getattr(policy, "fragments", 1) == 1 and not getattr(policy, "overlap", 0)
+        return (hasattr(policy, "period") and at_once) or hasattr(policy, "sends")
 
     def run(self, *, commits: int | None = None, seconds: float = math.inf, stop: Sequence[object] = ()) -> None:
         """Run the clock until it has made ``commits``, reached ``seconds``, or ``stop`` is not empty."""
