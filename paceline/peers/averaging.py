@@ -38,31 +38,31 @@ class Averager:
         for tensor in tensors:
             by_dtype.setdefault(torch.float32 if tensor.dtype in _HALVES else tensor.dtype, []).append(tensor)
         with self._peers.explain("averaging the parameters"), torch.no_grad():
-            for dtype, group in by_dtype.items():
-                stop = self._average(self._flat(dtype, group), group, weight, tag, stop)
+            flats = [self._reduced(dtype, group, weight, tag, stop) for dtype, group in by_dtype.items()]
             send_tensors([buffer for buffer in buffers if not _is_continuous(buffer)], self._peers)
-        return stop
+        for flat in flats:
+            self._check_tag(flat[_TAG].item(), tag)
+        # Only now: if an exchange fails, the parameters are as they were.
+        with torch.no_grad():
+            for flat, group in zip(flats, by_dtype.values(), strict=True):
+                _put_back(flat, group)
+        return any(flat[_STOP].item() > 0 for flat in flats)
+
+    def _reduced(self, dtype: torch.dtype, tensors: Sequence[Tensor], weight: float, tag: int, stop: bool) -> Tensor:
+        """The sum of all workers' tensors, each times its weight, and of the control numbers."""
+        flat = self._flat(dtype, tensors)
+        for tensor, part in zip(tensors, _parts(flat, tensors), strict=True):
+            part.copy_(tensor.reshape(-1))
+        flat[:_TAG].mul_(weight)
+        flat[_TAG], flat[_WEIGHT], flat[_STOP] = tag % _TAG_PERIOD, weight, stop
+        self._peers.all_reduce(flat, now=True).wait()
+        return flat
 
     def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
         count = sum(tensor.numel() for tensor in tensors) - _TAG
         if dtype not in self._flats or len(self._flats[dtype]) != count:
             self._flats[dtype] = self._peers.buffer(count, dtype, self._peers.device)
         return self._flats[dtype]
-
-    def _average(self, flat: Tensor, tensors: Sequence[Tensor], weight: float, tag: int, stop: bool) -> bool:
-        parts = torch.split(flat[:_TAG], [tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            part.copy_(tensor.reshape(-1))
-        flat[:_TAG].mul_(weight)
-        flat[_TAG], flat[_WEIGHT], flat[_STOP] = tag % _TAG_PERIOD, weight, stop
-        self._peers.all_reduce(flat, now=True).wait()
-        self._check_tag(flat[_TAG].item(), tag)
-        total = flat[_WEIGHT].item()
-        if total != 0:  # else no worker has used an example, and nothing has changed
-            flat[:_TAG].div_(total)
-            for tensor, part in zip(tensors, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
-        return bool(flat[_STOP].item() > 0)
 
     def _check_tag(self, found: complex, tag: int) -> None:
         wanted = tag % _TAG_PERIOD * self._peers.size
@@ -71,6 +71,19 @@ class Averager:
                 f"worker {self._peers.rank}: the workers have fallen out of step at its step {tag} (their sum should "
                 f"be {wanted}, and is {found}); do all make the same number of steps?"
             )
+
+
+def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return torch.split(flat[:_TAG], [tensor.numel() for tensor in tensors])
+
+
+def _put_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Divide a sum by its weight, and copy it into the tensors."""
+    total = flat[_WEIGHT].item()
+    if total != 0:  # else no worker has used an example, and nothing has changed
+        flat[:_TAG].div_(total)
+        for tensor, part in zip(tensors, _parts(flat, tensors), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _is_continuous(tensor: Tensor) -> bool:

@@ -74,8 +74,8 @@ class Exchange(Protocol):
         """Average ``value`` over the workers."""
         ...
 
-    def share(self, state: Any) -> Any:
-        """Give every worker the state that worker 0 has."""
+    def share(self, state: Any, root: int = 0) -> Any:
+        """Give every worker the state that worker ``root`` has."""
         ...
 
     def gather(self, state: Any) -> list[Any]:
@@ -88,6 +88,10 @@ class Exchange(Protocol):
 
     def follow_buffers(self) -> None:
         """Copy worker 0's buffers to all."""
+        ...
+
+    def confirm(self) -> None:
+        """Return when all workers have come here."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,7 +145,7 @@ class Alone:
     def mean(self, value: Tensor, weight: float) -> Tensor:
         return value.to(averaged_dtype(value), copy=True)
 
-    def share(self, state: Any) -> Any:
+    def share(self, state: Any, root: int = 0) -> Any:
         return state
 
     def gather(self, state: Any) -> list[Any]:
@@ -151,6 +155,9 @@ class Alone:
         return number
 
     def follow_buffers(self) -> None:
+        pass
+
+    def confirm(self) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,16 +173,14 @@ class Alone:
 class PeersExchange(Alone):
     """The base of collective exchanges; a subclass defines what is exchanged and when.
 
-    All workers begin with the parameters of worker 0.
+    All workers have the same model. When a worker dies, the others make their exchange anew, on a new ``peers``, and
+    load the state of the one before. So a method that fails in a collective must leave the model and its own tensors as
+    they were: first exchange everything, then change them.
     """
 
     def __init__(self, model: nn.Module, peers: Peers) -> None:
         self.rank, self.world_size = peers.rank, peers.size
         self._peers = peers
-        check_same_model(model, peers)
-        with peers.explain("receiving the parameters of worker 0"):
-            for tensor in [*model.parameters(), *model.buffers()]:
-                send_tensors([tensor], peers)
         self._modules = list(model.modules())  # kept, since collecting them takes longer than reading their buffers
 
     @property
@@ -191,6 +196,10 @@ class PeersExchange(Alone):
         with self._peers.explain("sending buffers"):
             send_tensors(self.buffers(), self._peers)
 
+    def confirm(self) -> None:
+        with self._peers.explain("waiting for the others"):
+            self._peers.barrier()
+
     def mean(self, value: Tensor, weight: float) -> Tensor:
         flat = value.detach().reshape(-1).to(torch.float64)
         packed = torch.cat([flat * weight if weight else torch.zeros_like(flat), flat.new_tensor([weight])])
@@ -199,9 +208,9 @@ class PeersExchange(Alone):
             self._peers.all_reduce(packed).wait()
         return (packed[:-1] / packed[-1]).reshape(value.shape).to(value.device, averaged_dtype(value))
 
-    def share(self, state: Any) -> Any:
-        with self._peers.explain("receiving the checkpoint of worker 0"):
-            return share_state(state, self._peers)
+    def share(self, state: Any, root: int = 0) -> Any:
+        with self._peers.explain(f"receiving the state of worker {root}"):
+            return share_state(state, self._peers, root)
 
     def gather(self, state: Any) -> list[Any]:
         with self._peers.explain("collecting the workers' states"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from paceline.peers.exchange import Exchange
 from paceline.peers.tensors import average_into
 from paceline.policies import Policy, ServerPolicy, parse_policy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
-from paceline.record.metrics import as_number
+from paceline.record.metrics import as_number, length_up_to
 from paceline.record.run import Run
 from paceline.seeding import capture_streams, restore_streams
 from paceline.sessions.nan_guard import NaNGuard
@@ -72,6 +72,8 @@ class RunState:
         found = self._find(Path(resume) if not isinstance(resume, bool) else None)
         state = self._exchange.share(found)
         position = self.load(state) if state is not None else None
+        if position is not None:
+            self.warn_of_scheduler(position.steps)
         self.saved_at = self._exchange.share(self.saved_at)
         return position
 
@@ -139,17 +141,23 @@ class RunState:
     def load(self, state: Mapping[str, Any]) -> Position:
         """Have the state that a checkpoint holds."""
         self._load_replica(state)
+        return self._load_position(state)
+
+    def _load_position(self, state: Mapping[str, Any]) -> Position:
         self._data.load_state_dict(state["data"])
         session = state["session"]
         position = Position(session["steps"], session["blocks"], session["seed"], session.get("highest_rate", 0.0))
         restore_streams(state["streams"])
+        return position
+
+    def warn_of_scheduler(self, steps: int) -> None:
+        """Warn of a scheduler that is not in the state that was loaded."""
         if self._exchange.rank == 0 and self._train_state.has_unsaved_scheduler():
             logger.warning(
                 "the run goes on at step %d, but a scheduler of its optimizer starts anew: it was not saved. Pass it "
                 "as join(scheduler=...), or as stateful={'scheduler': ...} if you step it yourself",
-                position.steps,
+                steps,
             )
-        return position
 
     def _load_replica(self, state: Mapping[str, Any]) -> None:
         """Load this worker's own replica; or their average, if there were others, or if all are to be alike now."""
@@ -162,16 +170,37 @@ class RunState:
         else:
             average_into(self._train_state.model, [replica["trainee"]["model"] for replica in replicas])
 
+    # Going on with other workers --------------------------------------------------------------------------
+
+    def go_on(self, exchange: Exchange) -> None:
+        """Reach the other workers by another exchange from now on."""
+        self._exchange = exchange
+
+    def copy(self, state: Mapping[str, Any]) -> Position:
+        """Have the state of another worker of this run, as it was sent."""
+        self._train_state.load_state_dict(state["trainee"])
+        if self._exchange.replicas_differ:  # else all workers have loaded it together
+            self._exchange.load_state_dict(state["exchange"])
+        return self._load_position(state)
+
+    def take_over(self, run: Run, steps: int) -> None:
+        """Read and write for all from now on, in the place of a worker 0 that has died after so many steps."""
+        self._run = run
+        self.saved_at = steps if run.checkpoints.file(steps).exists() else None
+        run.open_metrics(length_up_to(run.metrics_file, steps))
+
     # Saving -----------------------------------------------------------------------------------------------
 
-    def save(self, position: Position, path: str | Path | None = None) -> Path | None:
-        """Write a checkpoint: into the run's directory, or to ``path``; None on all workers but the first."""
-        replicas = self._exchange.gather(self._replica()) if self._exchange.replicas_differ else []
+    def save(self, position: Position, path: str | Path | None = None, replicas: Sequence[object] = ()) -> Path | None:
+        """Write a checkpoint: into the run's directory, or to ``path``; None on all workers but the first.
+
+        ``replicas`` are the parts of all workers, where they differ.
+        """
         if self._exchange.rank != 0:
             self.saved_at = position.steps
             return None
         self._nan_guard.check_parameters(self._train_state.model)
-        state = {**self._state(position), "replicas": replicas}
+        state = {**self.state(position), "replicas": list(replicas)}
         if path is not None:
             write_checkpoint(Path(path), state)
             return Path(path)
@@ -189,14 +218,15 @@ class RunState:
         if self._run is not None:
             self._run.close()
 
-    def _replica(self) -> dict[str, object]:
+    def replica(self) -> dict[str, object]:
         """What of the state may differ from worker to worker."""
         return {"trainee": self._train_state.state_dict(), "exchange": self._exchange.state_dict()}
 
-    def _state(self, position: Position) -> dict[str, object]:
+    def state(self, position: Position) -> dict[str, object]:
+        """What a checkpoint holds, beside the replicas of the others."""
         metrics = self._run.metrics if self._run is not None else None
         return {
-            **self._replica(),
+            **self.replica(),
             "data": self._data.state_dict(),
             "session": {
                 **position._asdict(),
