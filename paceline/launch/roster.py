@@ -167,15 +167,21 @@ class RunLog:
         return lines
 
 
+def make_run_log() -> int:
+    """Make the memory file of a log."""
+    file = os.memfd_create("paceline-run-log")
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # for all that inherit it
+    return file
+
+
 @contextlib.contextmanager
 def open_run_log() -> Iterator[int | None]:
-    """Make the memory file of a log; None where the system has no such files."""
+    """Have the file of a log inside the block; None where the system has no memory files."""
     if not hasattr(os, "memfd_create"):
         yield None
         return
-    file = os.memfd_create("paceline-run-log")
+    file = make_run_log()
     try:
-        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # for all that inherit it
         yield file
     finally:
         os.close(file)

@@ -32,6 +32,12 @@ class Exchange(Protocol):
     rank: int
     world_size: int
     replicas_differ: bool  # whether the workers' parameters may differ between steps
+    shared_names: frozenset[str]  # the entries of its state that are the same on all workers
+
+    @property
+    def lead(self) -> int:
+        """How many exchanges another worker may be ahead of this one."""
+        ...
 
     @property
     def num_bytes(self) -> int:
@@ -98,6 +104,13 @@ class Exchange(Protocol):
         """The state that determines the rounding of later exchanges."""
         ...
 
+    def kept_state(self) -> dict[str, Any]:
+        """The state to go on from if the present update fails; it exchanges nothing, and leaves out what is under way.
+
+        Its tensors may be those in use.
+        """
+        ...
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore that state, which may be of another number of workers."""
         ...
@@ -113,6 +126,8 @@ class Alone:
     rank = 0
     world_size = 1
     replicas_differ = False
+    shared_names: frozenset[str] = frozenset()
+    lead = 0
 
     @property
     def num_bytes(self) -> int:
@@ -163,6 +178,9 @@ class Alone:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
+    def kept_state(self) -> dict[str, Any]:
+        return self.state_dict()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
 
@@ -173,9 +191,9 @@ class Alone:
 class PeersExchange(Alone):
     """The base of collective exchanges; a subclass defines what is exchanged and when.
 
-    All workers have the same model. When a worker dies, the others make their exchange anew, on a new ``peers``, and
-    load the state of the one before. So a method that fails in a collective must leave the model and its own tensors as
-    they were: first exchange everything, then change them.
+    All workers have the same model. When a worker dies, the others make their exchange anew, on new ``peers``, load the
+    ``kept_state`` of the one before, with the furthest worker's entries of ``shared_names``, and repeat what failed. So
+    a method must exchange everything before it changes the model or its own tensors.
     """
 
     def __init__(self, model: nn.Module, peers: Peers) -> None:

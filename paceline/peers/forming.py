@@ -104,17 +104,17 @@ class Forming:
             time.sleep(_LOOK)
             self._hear()
 
-    def is_due(self, operations: int) -> bool:
+    def is_due(self, operations: int, lead: int) -> bool:
         """Whether all form a new group now, between two steps, to let others in.
 
-        Worker 0 invites those that wait. It does so before it takes part in the next exchange, so all others know of
-        the invitation after that exchange.
+        Worker 0 invites those that wait. It does so before it takes part in the next exchange, so others know of the
+        invitation after that exchange, or after as many more as they may be ahead (``lead``).
         """
         self._hear()
         if self._roster.invited_after is not None:
             return operations >= self._roster.invited_after
         if self._roster.newcomers and self.formation.members[0] == self._member:
-            self._append("invite", after=operations + 1)
+            self._append("invite", after=operations + 1 + lead)
         return False
 
     def begun(self) -> None:
@@ -191,7 +191,7 @@ class _HostGroups:
         if self._device.type == "cuda":
             return _Watched(nccl_backend(store, rank, size, timeout), RunLog(self._log), formation)
         if not native.available():
-            return dist.ProcessGroupGloo(store, rank, size, timeout)
+            return GlooGroup(dist.ProcessGroupGloo(store, rank, size, timeout))
         from paceline.collectives.backend import ProcessGroup
 
         numbers = [member.worker for member in formation.members]
@@ -203,6 +203,19 @@ class _HostGroups:
                 self._world.master_addr, self._world.master_port, is_master=False, wait_for_workers=False
             )
         return self._store
+
+
+class GlooGroup:
+    """A Gloo group that can be left: Gloo closes its connections when nothing refers to the group any more."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def abort(self) -> None:
+        self._group = None
 
 
 class _Watched:

@@ -105,12 +105,12 @@ class PeersSession(ReformingSession):
         if found is not None:
             self.steps, self._blocks, self.seed, self._highest_rate = found
         self._exchange.started(self._progress())
-        self._run_state.open(self.seed, config)
         if self._forming is not None:
             self._data.workers = self._forming.formation.members
             self.generation = self._forming.formation.number
             self._exchange.confirm()
             self._forming.begun()
+        self._run_state.open(self.seed, config)
 
     def start_late(self, peers: Peers) -> None:
         """Join a run under way: have the state of the furthest worker."""
@@ -192,7 +192,7 @@ class PeersSession(ReformingSession):
             )
         replicas: list[Any] = []
         if self._exchange.replicas_differ:
-            replicas = self._together(lambda: self._exchange.gather(self._run_state.replica()))
+            replicas = self._together(lambda: self._exchange.gather(self._run_state.own_part()))
         return self._run_state.save(self._position(), path, replicas)
 
     @property
@@ -246,6 +246,7 @@ class PeersSession(ReformingSession):
             try:
                 self._exchange.conclude()
                 self._operations += 1
+                self._data.exchanged()
                 return
             except LostContactError as lost:
                 if self._recover(lost, "update"):
@@ -276,7 +277,7 @@ class PeersSession(ReformingSession):
         fresh = not self._accumulating
         if fresh:
             self._first_block = self._blocks
-            self._kept = self._exchange.state_dict() if self._exchange.replicas_differ else None
+            self._kept = self._exchange.kept_state() if self._exchange.replicas_differ else None
             self._data.begin_update()
         self._data.take()
         if self._seeded:
@@ -358,7 +359,7 @@ class PeersSession(ReformingSession):
     def _exchange_update(self) -> bool:
         """Exchange what is due after an update; return False if the state was copied from others, who had done so."""
         while True:
-            kept = self._exchange.state_dict() if self._exchange.replicas_differ else None
+            kept = self._exchange.kept_state() if self._exchange.replicas_differ else None
             try:
                 self._stopping = self._exchange.updated(self._progress()) or self._stopping
                 return True

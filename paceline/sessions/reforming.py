@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from paceline.errors import LostContactError
 from paceline.launch.reports import report
 from paceline.launch.roster import Doing, Member, Status
 from paceline.peers.connect import make_exchange
-from paceline.peers.exchange import Exchange, check_same_model
+from paceline.peers.exchange import Alone, Exchange, check_same_model
 from paceline.peers.forming import Forming
 from paceline.peers.group import Peers
 from paceline.policies import Progress
@@ -85,18 +86,21 @@ class ReformingSession(Session):
             raise lost
         began = time.perf_counter()
         self._forming.await_death(lost)
+        _forget_frames(lost)
         return self._regroup(doing, began, kept, failed=True)
 
     def _let_others_in(self) -> None:
         """Form a new group between two steps, if others wait to join."""
-        if self._forming is not None and self._forming.is_due(self._operations):
+        if self._forming is not None and self._forming.is_due(self._operations, self._exchange.lead):
             self._regroup("step", time.perf_counter(), failed=False)
 
     def _regroup(self, doing: Doing, began: float, kept: Mapping[str, Any] | None = None, *, failed: bool) -> bool:
         assert self._forming is not None
         before = self._forming.formation.members
-        kept = self._exchange.state_dict() if kept is None else kept
+        kept = self._exchange.kept_state() if kept is None else kept
         self._exchange.close()
+        self._exchange = Alone()
+        self._run_state.go_on(self._exchange)
         behind = False
         while True:
             try:
@@ -107,6 +111,7 @@ class ReformingSession(Session):
             except LostContactError as lost:
                 failed = True
                 self._forming.await_death(lost)
+                _forget_frames(lost)
         self._tell(before, time.perf_counter() - began)
         return behind
 
@@ -119,18 +124,20 @@ class ReformingSession(Session):
         source = formation.source
         assert source is not None
         if peers.rank == source:
-            self._data.owe({*self._data.workers} - {*formation.members})
+            # What a worker has learned since the last exchange is lost with it, or with the state that it had.
+            staying = {member for rank, member in enumerate(formation.members) if not formation.copies(rank)}
+            self._data.owe({*self._data.workers} - staying)
         if formation.newcomers:
             check_same_model(self._train_state.model, peers)
         exchange = make_exchange(self._train_state.model, self.policy, peers)
         try:
             shared = {
                 "owed": list(self._data.owed),
-                "exchange": None if exchange.replicas_differ else kept,
+                "exchange": {name: kept[name] for name in exchange.shared_names if name in kept},
                 "run": self._state(kept) if any(map(formation.copies, range(peers.size))) else None,
             }
             shared = exchange.share(shared if peers.rank == source else None, source)
-            exchange.load_state_dict(kept if exchange.replicas_differ else shared["exchange"])
+            exchange.load_state_dict({**kept, **shared["exchange"]})
         except BaseException:
             exchange.close()
             raise
@@ -177,3 +184,10 @@ class ReformingSession(Session):
         }
         report("re-formed", step=self.steps, number=self.generation, **change)
         self._write("re-formed", generation=self.generation, **change)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of a failed call refer to: a Gloo group is left only when nothing refers to it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__

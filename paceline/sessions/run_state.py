@@ -218,15 +218,18 @@ class RunState:
         if self._run is not None:
             self._run.close()
 
-    def replica(self) -> dict[str, object]:
-        """What of the state may differ from worker to worker."""
-        return {"trainee": self._train_state.state_dict(), "exchange": self._exchange.state_dict()}
+    def own_part(self) -> dict[str, object]:
+        """What of the state may differ from worker to worker; with what all have alike on worker 0."""
+        exchange = self._exchange.state_dict()
+        for name in self._exchange.shared_names if self._exchange.rank != 0 else ():
+            exchange.pop(name, None)
+        return {"trainee": self._train_state.state_dict(), "exchange": exchange}
 
     def state(self, position: Position) -> dict[str, object]:
         """What a checkpoint holds, beside the replicas of the others."""
         metrics = self._run.metrics if self._run is not None else None
         return {
-            **self.replica(),
+            **self.own_part(),
             "data": self._data.state_dict(),
             "session": {
                 **position._asdict(),

@@ -271,6 +271,9 @@ class Session(ABC):
             # and the checkpoint before it is the one from which a resumed run is exact.
             if not self._failed:
                 self._end_well()
+        except BaseException:
+            self._failed = True
+            raise
         finally:
             self.close()
         if not self._failed and self._data.handed_out and not self._opened and self.rank == 0:
