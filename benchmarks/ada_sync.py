@@ -21,8 +21,9 @@ import torch
 
 from paceline.problems import ProblemOptions, load_problem
 from paceline.report.table import print_table
+from paceline.virtual.plan import TrainingPlan
 from paceline.virtual.simulate import Scenario
-from paceline.virtual.training import TrainingPlan, simulate_training
+from paceline.virtual.training import simulate_training
 
 FIXED = ("k-sync(k=1)", "k-sync(k=2)", "k-sync(k=4)", "k-sync(k=8)")
 

@@ -1,13 +1,19 @@
 """What threads gain on idle cores, and cost beside other work, with OpenMP's waiting threads spinning or not.
 
     python benchmarks/threads.py [--models digits net2 net3 gpt cnn mlp] [--spins default 0 1000] [--seconds 1] [--json]
+    python benchmarks/threads.py --script [--models tiny net2 digits net3] [--rounds 5]
 
 Each way is a process of its own, since OpenMP reads its environment when it is loaded: one thread, and as many threads
 as there are cores with each number of turns that a waiting thread spins before it sleeps (`GOMP_SPINCOUNT`). Each is
 measured on idle cores and beside as many busy loops as there are cores. `step_ms` is the time of all steps over their
 number: a median would hide the steps in which a thread had lost its core. `over_one` is the same over that of one
 thread, and `over_idle` over that on idle cores. `mflop` are the operations of a step in millions, by which
-`paceline train` chooses.
+`paceline train` and `paceline run` choose.
+
+With `--script` the same models are trained by a script under `paceline run --workers 1`, with the threads that it
+chooses (0 in the column) and with as many as there are cores (`OMP_NUM_THREADS`), in turns, each in a new process.
+`over_one` is then over the former. Each process is measured idle and beside busy loops; figures are medians of the
+rounds.
 """
 
 from __future__ import annotations
@@ -16,21 +22,34 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 
+from torch import nn
+
+import paceline
 from paceline.bench.measuring import Row
 from paceline.bench.workloads import WORKLOADS, Workload, optimizer_for
 from paceline.launch.process_environment import threads_per_worker
 from paceline.problems import MODELS
 from paceline.report.table import print_table
-from paceline.training.threads import step_operations
+from paceline.threads import step_operations
 
 DIGITS = (1, 8, 8)
-KNOWN = {"digits": Workload(make=lambda: MODELS["cnn"](DIGITS, 10), input_shape=DIGITS, batch=32), **WORKLOADS}
+KNOWN = {
+    "tiny": Workload(
+        make=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
+        input_shape=DIGITS,
+        batch=32,
+    ),
+    "digits": Workload(make=lambda: MODELS["cnn"](DIGITS, 10), input_shape=DIGITS, batch=32),
+    **WORKLOADS,
+}
 BUSY_LOOP = "while True: pass"
+CHOSEN_BY_RUN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def main() -> None:
@@ -41,10 +60,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of every measurement")
     parser.add_argument("--quick", action="store_true", help="a run of seconds, to see that it works; measures nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--script", action="store_true", help="measure a script under paceline run")
+    parser.add_argument("--rounds", type=int, default=5, help="of the measurements of scripts")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # this process is one of the ways
+    parser.add_argument("--joined", action="store_true", help=argparse.SUPPRESS)  # this process is the script
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.models, arguments.spins, arguments.seconds = ["digits"], ["0"], 0.1
+        arguments.models, arguments.spins, arguments.seconds, arguments.rounds = ["digits"], ["0"], 0.1, 1
+    if arguments.joined:
+        print(json.dumps([train_joined(name, arguments) for name in arguments.models]))
+        return
+    if arguments.script:
+        show(measure_scripts(arguments), arguments)
+        return
     if arguments.alone:
         print(json.dumps([measure(name, arguments.seconds) for name in arguments.models]))
         return
@@ -53,11 +81,68 @@ def main() -> None:
     rows = [row for way in ways for row in both_times(*way, arguments)]
     add_ratios(rows)
     rows.sort(key=lambda row: (row["mflop"], row["model"], row["beside"]))
+    show(rows, arguments)
+
+
+def show(rows: list[Row], arguments: argparse.Namespace) -> None:
     if arguments.json:
-        print(json.dumps({"cores": cores, "seconds": arguments.seconds, "rows": rows}))
+        print(json.dumps({"cores": threads_per_worker(1), "seconds": arguments.seconds, "rows": rows}))
         return
     figures = {"mflop": ".1f", "threads": "d", "spin": "", "beside": "d"}
     print_table(rows, {"model": "", **figures, "step_ms": ".3f", "over_one": ".2f", "over_idle": ".2f"})
+
+
+def measure_scripts(arguments: argparse.Namespace) -> list[Row]:
+    """The rows of a script under ``paceline run``, with the threads that it chooses and with all."""
+    cores = threads_per_worker(1)
+    found: dict[tuple[str, int, int], list[Row]] = {}
+    for _ in range(arguments.rounds):
+        for threads in (0, cores):
+            for rows in run_script(threads, arguments):
+                for row in rows:
+                    found.setdefault((row["model"], threads, row["beside"]), []).append(row)
+    table: list[Row] = []
+    for (_, threads, beside), rows in sorted(found.items(), key=lambda item: item[0]):
+        middle = statistics.median(row["step_ms"] for row in rows)
+        table.append({**rows[0], "threads": threads, "spin": "run", "beside": beside, "step_ms": middle})
+    times = {(row["model"], row["threads"], row["beside"]): row["step_ms"] for row in table}
+    for row in table:
+        row["over_one"] = row["step_ms"] / times[row["model"], 0, row["beside"]]
+        row["over_idle"] = row["step_ms"] / times[row["model"], row["threads"], 0]
+    return table
+
+
+def run_script(threads: int, arguments: argparse.Namespace) -> list[list[Row]]:
+    """Run this file as a script under ``paceline run``; 0 threads: as many as it chooses."""
+    kept = {name: value for name, value in os.environ.items() if name not in CHOSEN_BY_RUN}
+    options = ["--joined", "--seconds", str(arguments.seconds), "--models", *arguments.models]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "--workers", "1", __file__, *options],
+        env={**kept, **({"OMP_NUM_THREADS": str(threads)} if threads else {})},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    rows: list[list[Row]] = json.loads(done.stdout)
+    return rows
+
+
+def train_joined(name: str, arguments: argparse.Namespace) -> list[Row]:
+    """Train a model by the steps of a session, idle and beside busy loops in turns."""
+    workload = KNOWN[name]
+    model = workload.model()
+    batch = workload.examples(workload.batch, seed=0)
+    with paceline.join(model, optimizer_for(model)) as session:
+
+        def step() -> None:
+            with session.step():
+                workload.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+
+        run_for(step, arguments.seconds / 4)  # to warm up
+        idle = run_for(step, arguments.seconds)
+        with busy_loops(threads_per_worker(1)) as loops:
+            busy = run_for(step, arguments.seconds)
+    about = {"model": name, "mflop": step_operations(model, batch[0][0], workload.batch) / 1e6}
+    return [{**about, "beside": beside, "step_ms": 1e3 * spent} for beside, spent in ((0, idle), (loops, busy))]
 
 
 def both_times(threads: int, spin: str, arguments: argparse.Namespace) -> list[Row]:

@@ -60,9 +60,9 @@ def check_whole(name: str, value: object, *, least: int = 1) -> None:
         raise UsageError(f"{name} must be at least {least}, got {value}")
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> UsageError:
     """Build the error for a name that is in no table, with the nearest one that is."""
     names = sorted(known)
-    nearest = difflib.get_close_matches(name.lower().replace("_", "-"), names, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(str(name).lower().replace("_", "-"), names, n=1, cutoff=0.5)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return UsageError(f"no {kind} called {name!r}.{hint} Known: {', '.join(names)}.")

@@ -46,6 +46,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
+        self.number = 0  # of the signal that asked
         self._hearers = 0
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
@@ -54,7 +55,7 @@ class StopRequest:
         """Handle the signals from now on; each call needs a ``leave``."""
         self._hearers += 1
         if self._hearers == 1:
-            self.asked = False
+            self.asked, self.number = False, 0
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         self._process = os.getpid()
@@ -91,7 +92,7 @@ class StopRequest:
         elif self.asked:
             raise KeyboardInterrupt
         else:
-            self.asked = True
+            self.asked, self.number = True, number
 
 
 OF_SESSIONS = StopRequest()  # one for the process: a signal is meant for all its sessions

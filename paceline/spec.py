@@ -5,7 +5,11 @@
 >>> print_call("adam", {"betas": (0.9, 0.999), "mode": "ring"})
 'adam(betas=(0.9, 0.999), mode=ring)'
 
-A value is a whole number, a number, true or false, a bare word, text in double quotes or a tuple of values.
+A value is a whole number, a number, true or false, a bare word, text in double quotes, a tuple of values, or the text
+form of another value, which is its text.
+
+>>> parse_call("async(aggregator=delay-compensated(scale=0.5))")
+('async', {'aggregator': 'delay-compensated(scale=0.5)'})
 """
 
 from __future__ import annotations
@@ -76,7 +80,8 @@ def to_spec(name: str, settings: DataclassInstance) -> str:
     """Write a dataclass as text with only the fields that differ from their defaults."""
     wanted, _ = _options_of(type(settings))
     changed = {}
-    for field in dataclasses.fields(settings):
+    # Options without a default come first: those that all of a family have are inherited, and would.
+    for field in sorted(dataclasses.fields(settings), key=lambda field: _default_of(field) is not dataclasses.MISSING):
         value = getattr(settings, field.name)
         if field.name in wanted and value != _default_of(field):
             changed[field.name] = _fit(value, wanted[field.name])
@@ -139,14 +144,14 @@ class _Parser:
             raise self.error("the end")
         return name, values
 
-    def options(self, name: str) -> dict[str, Value]:
+    def options(self, name: str, *, nested: bool = False, depth: int = 0) -> dict[str, Value]:
         values: dict[str, Value] = {}
         while not self.accept(")"):
             start = self.next
             key = self.option_name(name)
             if key in values:
                 raise self.error(f"each option once, but {key} was given before", start)
-            values[key] = self.value(depth=0)
+            values[key] = self.value(depth, nested=nested)
             if self.next.kind != ")":
                 self.expect(",", ", or )")
         return values
@@ -163,10 +168,10 @@ class _Parser:
         self.expect("=", f"= after the option's name {key}")
         return key
 
-    def value(self, depth: int) -> Value:
+    def value(self, depth: int, *, nested: bool) -> Value:
         start = self.next
         if self.accept("("):
-            return self.items(start, depth + 1)
+            return self.items(start, depth + 1, nested=nested)
         if start.kind == "quoted" and _QUOTED.fullmatch(start.text):
             self.advance()
             return re.sub(r'\\(["\\])', r"\1", start.text[1:-1])
@@ -175,14 +180,17 @@ class _Parser:
         if start.kind != "bare":
             raise self.error("a value: number, true, false, word, text in double quotes or tuple in ( )")
         self.advance()
-        return self.bare(start)
+        value = self.bare(start)
+        if isinstance(value, str) and not nested and self.accept("("):
+            return print_call(value, self.options(value, nested=True, depth=depth))
+        return value
 
-    def items(self, start: _Token, depth: int) -> tuple[Value, ...]:
+    def items(self, start: _Token, depth: int, *, nested: bool) -> tuple[Value, ...]:
         if depth > MAX_DEPTH:
             raise self.error(f"at most {MAX_DEPTH} tuples inside each other", start)
         values: list[Value] = []
         while not self.accept(")"):
-            values.append(self.value(depth))
+            values.append(self.value(depth, nested=nested))
             if self.next.kind == ")" and len(values) == 1:
                 raise self.error("a comma: a tuple of one value is written (value,)")
             if self.next.kind != ")":
@@ -244,9 +252,20 @@ def _print_value(value: Value) -> str:
         return f"({items},)" if len(value) == 1 else f"({items})"
     if not isinstance(value, str):
         raise TypeError(f"{value!r} has no text form: wanted a number, a bool, a string or a tuple of them")
-    if _WORD.fullmatch(value) and value.lower() not in _RESERVED:
+    if (_WORD.fullmatch(value) and value.lower() not in _RESERVED) or _is_call(value):
         return value
     return '"' + value.replace("\\", r"\\").replace('"', r"\"") + '"'
+
+
+def _is_call(text: str) -> bool:
+    """Whether the text is the text form of something with options, one level deep."""
+    if text.count("(") != 1 or not text.endswith(")") or text.partition("(")[0].lower() in _RESERVED:
+        return False
+    try:
+        name, values = parse_call(text)
+    except UsageError:
+        return False
+    return print_call(name, values) == text
 
 
 def _options_of(settings: type[DataclassInstance]) -> tuple[dict[str, Any], list[str]]:

@@ -62,6 +62,14 @@ class TrainState:
         for scheduler in self.schedulers:
             scheduler.step()
 
+    def step_schedulers(self, count: int = 1) -> None:
+        """Step the schedulers for commits in which these optimizers did not step: others' did."""
+        for optimizer in self.optimizers if self.schedulers else ():
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns that it has not stepped
+        for _ in range(count):
+            for scheduler in self.schedulers:
+                scheduler.step()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),

@@ -57,7 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not isinstance(item, pytest.Function):
             continue
-        if soaking(config) and hypothesis.is_hypothesis_test(item.function):
+        is_law = hypothesis.is_hypothesis_test(item.function) or item.get_closest_marker("laws")
+        if soaking(config) and is_law:
             item.add_marker("soak")
         if native.available() and hasattr(item, "callspec") and item.callspec.params.get("world") == "gloo":
             test = item.nodeid.partition("[")[0]

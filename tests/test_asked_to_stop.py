@@ -167,10 +167,10 @@ def test_all_workers_stop_after_the_update_in_which_one_was_asked(world: World, 
 
 
 SCRIPT = """
-import time, torch, paceline
+import os, time, torch, paceline
 model = torch.nn.Linear(4, 1)
 with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), run="run") as session:
-    print("joined", flush=True)
+    print("joined as", os.getpid(), flush=True)
     for x in session.batches([torch.ones(4)] * 1000, batch_size=1, epochs=10**6):
         with session.step():
             model(x).mean().backward()
@@ -179,16 +179,24 @@ with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), run="run"
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("policy", ["all-reduce", "async"])
+@pytest.mark.parametrize("policy", ["all-reduce", "async", "all-reduce, one worker asked"])
 def test_ctrl_c_leaves_a_checkpoint(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("script.py").write_text(SCRIPT)
-    with started(["run", "--workers", "2", "--policy", policy, "script.py"]) as process:
+    name, *one_asked = policy.split(", ")
+    with started(["run", "--workers", "2", "--policy", name, "script.py"]) as process:
         assert process.stdout is not None
-        assert {process.stdout.readline() for _ in range(2)} == {"[0] joined\n", "[1] joined\n"}
-        process.send_signal(signal.SIGINT)
+        joined = dict(process.stdout.readline().split(" joined as ") for _ in range(2))
+        assert joined.keys() == {"[0]", "[1]"}
+        if one_asked:
+            os.kill(int(joined["[1]"]), signal.SIGTERM)
+        else:
+            process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=DEADLINE)
     (saved,) = checkpoints(tmp_path / "run")
     step = int(saved.removeprefix("step-"))
     told = f"paceline: interrupted after step {step}; saved in run, go on with join(..., resume=True)\n"
-    assert (process.returncode, err) == (130, told)
+    if one_asked:
+        assert (process.returncode, err) == (143, f"paceline: worker 1 was asked to stop by SIGTERM\n{told}")
+    else:
+        assert (process.returncode, err) == (130, told)

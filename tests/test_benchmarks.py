@@ -158,6 +158,17 @@ def test_bucket_sweep_on_two_hosts(run: Scripts) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.data
+def test_slow_link(run: Scripts, data_dir: Path) -> None:
+    found = run("slow_link.py", "--data", str(data_dir / "mnist"))
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    assert [row["policy"] for row in found["rows"]] == ["all-reduce", "local-sgd(every=16)"]
+    for row in found["rows"]:
+        assert positive(row, "examples_per_s", "throughput_ratio", "steps", "seconds_to_target", "speedup")
+
+
+@pytest.mark.soak
 def test_scaling(run: Scripts) -> None:
     found = run("scaling.py")
     assert [(row["scaling"], row["workers"]) for row in found["rows"]] == [
@@ -233,4 +244,12 @@ def test_threads(run: Scripts) -> None:
     found = run("threads.py")
     ways = [(row["threads"], row["beside"]) for row in found["rows"]]
     assert ways == [(1, 0), (found["cores"], 0), (1, found["cores"]), (found["cores"], found["cores"])]
+    assert all(positive(row, "mflop", "step_ms", "over_one", "over_idle") for row in found["rows"])
+
+
+@pytest.mark.soak
+def test_threads_of_a_script(run: Scripts) -> None:
+    found = run("threads.py", "--script")
+    ways = [(row["threads"], row["beside"]) for row in found["rows"]]
+    assert ways == [(0, 0), (0, found["cores"]), (found["cores"], 0), (found["cores"], found["cores"])]
     assert all(positive(row, "mflop", "step_ms", "over_one", "over_idle") for row in found["rows"])

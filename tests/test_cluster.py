@@ -148,6 +148,15 @@ def test_a_round_of_the_server_takes_what_the_formula_says() -> None:
     assert two.bytes_in == 16e5 and two.bytes_out == 24e5  # at the start and after both commits
 
 
+def test_parameters_that_travel_with_pushes_cost_bytes_and_time() -> None:
+    plain, compensated = (
+        simulate(Scenario(policy=policy, workers=1, delay="1", link="1MB/s", nbytes=1e6), commits=1)
+        for policy in ("async", "async(aggregator=delay-compensated(scale=1.0))")
+    )
+    assert compensated.bytes_in == 2 * plain.bytes_in and compensated.bytes_out == plain.bytes_out
+    assert compensated.seconds == pytest.approx(plain.seconds + 1)
+
+
 def test_pushes_on_the_way_when_their_round_ends_are_dropped() -> None:
     found = run("k-sync(k=1)", workers=3, delay="1", link="10ms 1MB/s", nbytes=1e5, commits=20)
     assert found.dropped > 0
@@ -250,7 +259,8 @@ def test_a_run_needs_an_end_and_a_commit() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"ada-sync", "local-sgd"}))
 def test_the_same_seed_is_the_same_run(policy: str) -> None:
-    text = {"ssp": "ssp(bound=1)"}.get(policy, f"{policy}(k=3)" if policy.startswith("k-") else policy)
+    needed = {"ssp": "(bound=1)", "downpour": "(period=2)"}
+    text = policy + needed.get(policy, "(k=3)" if policy.startswith("k-") else "")
     first, again, other = (as_record(run(text, commits=60, seed=seed)) for seed in (1, 1, 2))
     assert json.dumps(first) == json.dumps(again) != json.dumps(other)
 

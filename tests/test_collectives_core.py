@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -334,6 +335,22 @@ def test_queued_calls_run_in_order_before_later_ones(tmp_path: Path) -> None:
         group.all_reduce(address(array), 20_000, "float64", "sum")
         assert (array == 2.0**10).all()
         assert all(ticket.done() for ticket in tickets)
+
+    run_ranks(work, 2, tmp_path)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_ranks_on_one_core_keep_their_affinity(pinned: bool, tmp_path: Path) -> None:
+    """A rank that waits for one on its own core moves away, if it may, and may run anywhere afterwards."""
+
+    def work(group: SharedGroup) -> None:
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})  # of this thread
+        if not pinned:
+            os.sched_setaffinity(0, cores)
+        for _ in range(200):
+            group.barrier()
+        assert os.sched_getaffinity(0) == ({min(cores)} if pinned else cores)
 
     run_ranks(work, 2, tmp_path)
 

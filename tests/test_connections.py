@@ -280,6 +280,20 @@ def test_whatever_is_changed_of_a_sealed_line_ends_it(ends: Ends) -> None:
     assert ends.server.ended
 
 
+def test_true_messages_in_front_of_a_forged_one_are_received(ends: Ends) -> None:
+    meet(ends, sealed=True)
+    sealed = b""
+    for head in (b"first", b"second"):
+        ends.worker.send(head)
+        sealed += on_the_wire(ends)
+    ends.worker._socket.send(sealed + bytes(2**10))
+    ends.server.wait(5)
+    received = [ends.server.receive(), ends.server.receive()]
+    assert [message.head for message in received if message is not None] == [b"first", b"second"]
+    with pytest.raises(WireError, match="wanted an encrypted message"):
+        ends.server.receive()
+
+
 def assert_ends_a_line(data: bytes) -> None:
     ends = Ends(*map(Connection, socket.socketpair()))
     meet(ends, sealed=True)

@@ -13,8 +13,8 @@ from paceline.launch.failures import SERVER, Fault, ProcessState, find_fault
 
 
 def failed(rank: int, at: float, *types: str, message: str = "", **state: Any) -> ProcessState:
-    report = {"event": "failed", "at": at, "traceback": f"traceback of {rank}\n", "first_types": list(types)}
-    return ProcessState(rank=rank, failure={**report, "first_message": message}, **state)
+    report = {"event": "failed", "at": at, "type": types[0], "traceback": f"traceback of {rank}\n"}
+    return ProcessState(rank=rank, failure={**report, "first_types": list(types), "first_message": message}, **state)
 
 
 def suffering(rank: int, at: float) -> ProcessState:
@@ -80,6 +80,7 @@ def test_a_worker_that_failed_and_was_then_killed_has_failed() -> None:
     ("state", "message", "code"),
     [
         (failed(2, 13.14, "ValueError"), "worker 2 failed (after 3.1 s):\ntraceback of 2\n", 1),
+        (failed(2, 13.14, "UsageError"), "worker 2 failed (after 3.1 s):\ntraceback of 2\n", 2),
         (
             ProcessState(rank=1, code=-9, ended_at=11),
             "worker 1 was killed by SIGKILL (after 1.0 s); out of memory?\n",

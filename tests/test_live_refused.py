@@ -303,4 +303,4 @@ def test_an_optimizer_of_sparse_gradients_is_refused_when_joining() -> None:
     model = nn.Embedding(5, 2)
     train_state = TrainState(model=model, optimizers=[SparseAdam(model.parameters())])
     with pytest.raises(UsageError, match=r"SparseAdam wants sparse gradients, and under sync .* use another optimizer"):
-        check_for_server(train_state, Sync())
+        check_for_server(train_state, Sync(), None)

@@ -86,6 +86,7 @@ def test_layers_of_the_dense_networks(name: str, layers: list[str]) -> None:
         ("mlp", (1, 28, 28), 10, 5_824_522),
         ("cnn", (1, 28, 28), 10, 1_630_090),
         ("cnn", (3, 32, 32), 10, 2_122_186),
+        ("lenet", (1, 28, 28), 10, 61_706),  # as usually counted; LeCun et al. connect the second layer sparsely
         ("resnet20", (3, 32, 32), 10, 269_722),  # He et al., table 6: 0.27M; option A has no shortcut parameters
         ("gpt", (128,), 65, 3_208_960),
     ],

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as package
+from paceline.aggregators import AGGREGATORS
 from paceline.commands.cli import cli
 
 README = REPOSITORY / "README.md"
@@ -119,11 +120,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/policies.md"])
-def test_the_tables_have_the_policies_that_exist(page: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "there"),
+    [("README.md", [*package.POLICIES]), ("docs/policies.md", [*package.POLICIES, *AGGREGATORS])],
+)
+def test_the_tables_have_the_policies_and_aggregators_that_exist(page: str, there: list[str]) -> None:
     rows = re.findall(r"^\| (`.*?) \|", (REPOSITORY / page).read_text(), re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`([\w-]+)", row)]
-    assert sorted(named) == sorted(package.POLICIES)
+    assert sorted(named) == sorted(there)
 
 
 def test_the_readme_is_short() -> None:

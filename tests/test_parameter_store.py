@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
-from paceline.aggregators import AGGREGATORS, Mean, parse_aggregator
+from paceline.aggregators import parse_aggregator
 from paceline.policies.messages import mean_weights
+from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt
 from paceline.store.layout import Arena, ModelLayouts
 from paceline.store.parameter_store import ParameterStore
@@ -38,22 +39,27 @@ class Model(nn.Module):
 class Stored:
     """A store whose optimizer subtracts the gradient, and pushes that are all one number."""
 
-    def __init__(self, *, adds_up: bool, dtype: torch.dtype = torch.float32, momentum: float = 0.0) -> None:
+    def __init__(
+        self, *, adds_up: bool, dtype: torch.dtype = torch.float32, momentum: float = 0.0, aggregator: str = "mean"
+    ) -> None:
         self.model = Model(dtype)
-        self.layouts = ModelLayouts(self.model)
+        rule = CommitRule(adds_up=adds_up, aggregator=parse_aggregator(aggregator))
+        self.layouts = ModelLayouts(self.model, with_reads=rule.with_reads)
         memory = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)
         adopt(self.layouts, memory)
         state = TrainState(model=self.model, optimizers=[SGD(self.model.parameters(), lr=1.0, momentum=momentum)])
-        self.store = ParameterStore(state, self.layouts, memory, adds_up=adds_up)
+        self.store = ParameterStore(state, self.layouts, memory, rule)
         self.slot = Arena(self.layouts.up, torch.zeros(self.layouts.up.nbytes, dtype=torch.uint8))
 
     def push(
         self, worker: int, number: float, examples: int = 1, used: bytes = b"\3", *, alone: bool = False
     ) -> PushKey:
         """Push from the one slot that all workers share, so that nothing may depend on it afterwards."""
-        for view in self.slot.views[:-1]:
+        for view in self.slot.views[:3]:
             view.fill_(number)
-        self.slot.views[-1].fill_(worker)
+        self.slot.views[3].fill_(worker)
+        for view, parameter in zip(self.slot.views[4:], self.layouts.reads, strict=True):
+            view.copy_(parameter.detach())
         key = PushKey(worker, step=10 + worker)
         self.store.take(key, self.slot, examples=examples, used=used, alone=alone)
         return key
@@ -215,7 +221,26 @@ def test_what_is_forgotten_is_not_committed(adds_up: bool) -> None:
     assert stored.model.one.tolist() == [-1.0] * 3
 
 
-def test_aggregators_have_a_text_form() -> None:
-    for name, kind in AGGREGATORS.items():
-        assert str(kind()) == name and parse_aggregator(name) == kind()
-    assert parse_aggregator("mean") == Mean()
+@given(pushes=st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6), scale=st.floats(0, 2, width=32))
+def test_gradients_are_corrected_for_what_has_changed_since_they_were_read(pushes: list[float], scale: float) -> None:
+    """All are computed from the first parameters and committed one after the other, against numpy."""
+    stored, wanted = Stored(adds_up=False, aggregator=f"delay-compensated(scale={scale})"), np.float64(0.0)
+    for worker, number in enumerate(pushes):
+        stored.push(worker, number)
+    for worker, number in enumerate(pushes):
+        stored.store.commit([Share(PushKey(worker, step=10 + worker), 1.0)])
+        wanted -= number + scale * number * number * (wanted - 0.0)
+        assert stored.model.mean.tolist() == [number] * 2, "buffers are not corrected"
+    np.testing.assert_allclose(stored.model.one.detach().numpy(), [wanted] * 3, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@given(numbers=st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=4))
+def test_gradients_of_the_newest_parameters_are_not_corrected(dtype: torch.dtype, numbers: list[float]) -> None:
+    found = []
+    for aggregator in ("mean", "delay-compensated(scale=2.0)"):
+        stored = Stored(adds_up=False, aggregator=aggregator, dtype=dtype)
+        for number in numbers:
+            stored.store.commit([Share(stored.push(0, number, alone=True), 1.0)])
+        found.append(stored.model.one.detach())
+    assert torch.equal(*found)

@@ -296,7 +296,7 @@ def test_logistic_has_a_plane_that_only_the_flipped_labels_escape() -> None:
 # --- choosing
 
 
-@pytest.mark.parametrize("name", ["net1", "net2", "net3", "mlp", "cnn", "resnet20"])
+@pytest.mark.parametrize("name", ["net1", "net2", "net3", "mlp", "cnn", "lenet", "resnet20"])
 def test_a_model_can_be_chosen(name: str) -> None:
     problem = load_problem("digits", ProblemOptions(model=name))
     chosen, expected = problem.make_model(), MODELS[name]((1, 8, 8), 10)

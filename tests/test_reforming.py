@@ -29,7 +29,16 @@ SAMPLES, EPOCHS = 50, 3
 INPUTS = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(3))
 TEMPLATE = WithStatistics()
 DATA = TensorDataset(INPUTS, torch.arange(SAMPLES))
-POLICIES = ["all-reduce", "local-sgd(every=3)"]
+POLICIES = [
+    "all-reduce",
+    "local-sgd(every=3)",
+    "ada-comm(every=3)",
+    "diloco(every=3)",
+    "diloco(every=4, fragments=2, overlap=1)",
+    "sync-easgd",
+    "sma(every=2)",
+    "gossip",
+]
 
 
 @pytest.fixture(params=["gloo", "shared memory"])

@@ -14,6 +14,7 @@ from recorded import HASH_EVERY, record, rewrite
 
 from paceline.policies import POLICIES, ServerPolicy
 from paceline.record.trace import Cancelled, Committed, Described, Given, Hashed, Pushed, Record, Trace
+from paceline.schedules import ScheduleConfig
 
 # One under every server policy; options that change the numbers are dealt out among them.
 RUNS: dict[str, dict[str, Any]] = {
@@ -25,6 +26,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "k-batch-async(k=3)": {"precision": "bf16"},
     "ssp(bound=2)": {"optimizer": "lamb(lr=0.01)"},
     "ada-sync(k0=1)": {},
+    "downpour(period=3)": {
+        "optimizer": "sgd(lr=0.05, momentum=0.9)",
+        "clip_norm": 0.5,
+        "schedule": ScheduleConfig(decay="cosine"),
+    },
+    "k-batch-async(k=3, aggregator=median)": {"clip_norm": 0.5},
+    "async(aggregator=delay-compensated(scale=0.5))": {"optimizer": "sgd(lr=0.02)"},
 }
 
 

@@ -37,14 +37,13 @@ def times_joined(run: Path, rank: int) -> int:
     return sum(isinstance(one, Joined) and one.rank == rank for one in Trace(run / "trace.bin"))
 
 
-def test_a_worker_is_replaced_and_the_run_broken_off_and_resumed(tmp_path: Path, paceline: Any) -> None:
+@pytest.mark.parametrize("policy", ["k-batch-sync(k=3)", "downpour(period=3)"])
+def test_a_worker_is_replaced_and_the_run_broken_off_and_resumed(tmp_path: Path, paceline: Any, policy: str) -> None:
     """All in one run, since starting processes is what takes the time."""
     mark, run = uuid.uuid4().hex, tmp_path / "run"
     adam = ("--optimizer", "adam(lr=0.003)", "--warmup", "gradual", "--warmup-epochs", "1", "--decay", "cosine")
     options = ("--base-batch", "8", "--clip-norm", "2", "--epochs", "600", "--respawn")
-    with started(
-        train(tmp_path, "--workers", "2", "--policy", "k-batch-sync(k=3)", *adam, *options), mark=mark
-    ) as process:
+    with started(train(tmp_path, "--workers", "2", "--policy", policy, *adam, *options), mark=mark) as process:
         assert wait_for_checkpoint(process, run, newer_than=6), process.communicate()
         os.kill(process_of_worker(mark, 1), signal.SIGKILL)
         end = time.monotonic() + DEADLINE

@@ -88,6 +88,7 @@ def test_memory_of_another_life_is_none(given_variables: Callable[..., None]) ->
         ("PACELINE_DELAY", "1+exp(0.5)"),
         ("PACELINE_DELAY", '{"text": "1"}'),
         ("PACELINE_DELAY", '{"text": "1", "unit": null}'),
+        ("PACELINE_THREADS", "many"),
         ("WORLD_SIZE", "0"),
     ],
 )
@@ -97,7 +98,8 @@ def test_nonsense_is_named(given_variables: Callable[..., None], name: str, valu
         take_server_assignment()
 
 
-OUTER = {"RANK": "9", "WORLD_SIZE": "10", "PACELINE_ROLE": "server", "PACELINE_BIND": "x:1", "SLURM_PROCID": "3"}
+SET_BY_ANOTHER = {"PACELINE_ROLE": "server", "PACELINE_BIND": "x:1", "PACELINE_THREADS": "7", "SLURM_PROCID": "3"}
+OUTER = {"RANK": "9", "WORLD_SIZE": "10", "OMP_NUM_THREADS": "2", **SET_BY_ANOTHER}
 
 
 def test_a_local_worker_has_a_rank_and_a_place(given_variables: Callable[..., None]) -> None:

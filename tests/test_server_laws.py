@@ -1,18 +1,30 @@
-"""Laws of every server policy over random orders of events."""
+"""Laws of every server policy, as the invariants of one state machine over random events."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any, cast
 
 import pytest
 from hand import Hand, told
-from hypothesis import example, given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from paceline.policies import POLICIES, SSP, ServerPolicy, parse_policy
-from paceline.policies.messages import Push
+from paceline.policies.ada_sync import AdaState
+from paceline.policies.messages import Commit, Push
 from paceline.policies.ssp import SSPState
+from paceline.policies.state import NOT_YET
 
 LAWFUL = [
     "sync",
@@ -25,21 +37,17 @@ LAWFUL = [
     "k-async(k=4)",
     "k-batch-async(k=1)",
     "k-batch-async(k=5)",
+    "downpour(period=2)",
     "ssp(bound=0)",
+    "ssp(bound=1)",
     "ssp(bound=2)",
+    "ssp(bound=3)",
     "ada-sync(k0=2, window=3)",
     "ada-sync(k0=1, over=k-batch-async, rule=root, window=2)",
 ]
-WORKERS = 4  # at the start
+WORKERS = 4  # expected at the start
+MOST_WORKERS = 7
 every_policy = pytest.mark.parametrize("text", LAWFUL)
-Deed = tuple[str, int]
-deeds = st.lists(
-    st.tuples(
-        st.sampled_from(["push", "push", "push", "push", "leave", "rejoin", "join", "ask", "old", "twice", "save"]),
-        st.integers(0, 10**6),
-    ),
-    max_size=50,
-)
 
 
 def policy_of(text: str) -> ServerPolicy:
@@ -48,132 +56,254 @@ def policy_of(text: str) -> ServerPolicy:
     return policy
 
 
-def test_the_laws_are_tried_on_every_server_policy() -> None:
-    wanted = {name for name, policy in POLICIES.items() if issubclass(policy, ServerPolicy)}
-    assert {policy_of(text).name for text in LAWFUL} == wanted
+def one_of(attribute: str) -> st.SearchStrategy[Any]:
+    """An element of a list of the machine, as it is at that moment."""
+    return st.runner().flatmap(lambda machine: st.sampled_from(getattr(machine, attribute)))
 
 
-class Chaos:
-    """A hand that does as the dice say; deeds that are not possible at the moment are left out."""
+class ServerLaws(RuleBasedStateMachine):
+    """Random events under a policy; after each of them every law must hold.
 
-    def __init__(self, policy: ServerPolicy, there: int = WORKERS) -> None:
-        """All are expected; ``there`` of them have joined and asked."""
-        self.hand = Hand(policy, WORKERS, together=False)
+    Every event happens in two runs, which must do the same. The run ``saved`` is saved and loaded after each event, and
+    receives pushes together where ``hand`` receives them one by one.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.policy = policy_of(text)
+        self.hand, self.saved = (Hand(self.policy, WORKERS, together=False) for _ in range(2))
+        self.abandoned: list[Push] = []  # results of steps that ended otherwise than by their push
+        self.positions = dict.fromkeys(range(WORKERS), 0)  # worker -> pushes, as SSP should count them
+        self.lives: dict[int, int] = {}  # worker -> the incarnation that has a position
+        self.counted = 0  # commits that the positions contain
+        self.first_step = 0  # since the data last ended
+
+    @initialize(there=st.integers(0, WORKERS))
+    def begin(self, there: int) -> None:
+        """The first ``there`` of the expected workers have joined and asked."""
         for worker in range(there):
-            self.hand.join(worker)
-            self.hand.ask(worker)
-        self.old: list[Push] = []  # cancelled, abandoned or of the dead: may still arrive
+            self.join(worker, asks=True)
 
-    def play(self, deeds: list[Deed], after: Callable[[], None] = lambda: None) -> None:
-        for name, number in deeds:
-            self.hand.at += 0.5
-            getattr(self, f"_{name}")(number)
-            after()
+    # What the rules draw from ------------------------------------------------------------------------------------
 
-    def _remember(self, worker: int) -> None:
-        if self.hand.workers[worker].computing:
-            self.old.append(self.hand.result_of(worker))
+    @property
+    def busy(self) -> list[int]:
+        return self.hand.busy
 
-    def _push(self, number: int) -> None:
-        busy = self.hand.busy
-        if busy:
-            worker = busy[number % len(busy)]
-            for other in busy:
-                if other != worker:
-                    self._remember(other)
-            self.hand.push(worker, loss=1.0 / (1 + number % 50), examples=1 + number % 3)
+    @property
+    def present(self) -> list[int]:
+        return self.hand.present
 
-    def _leave(self, number: int) -> None:
-        present = self.hand.present
-        if present:
-            worker = present[number % len(present)]
-            self._remember(worker)
-            self.hand.leave(worker)
+    @property
+    def expected(self) -> list[int]:
+        return [worker for worker, life in self.hand.state.members.items() if life == NOT_YET]
 
-    def _rejoin(self, number: int) -> None:
-        if not self.hand.workers:
-            return
-        worker = number % len(self.hand.workers)
-        self._remember(worker)
-        self.hand.join(worker, self.hand.workers[worker].incarnation + 1)
-        if number % 2:
-            self.hand.ask(worker)
+    @property
+    def members(self) -> list[int]:
+        """Those who are present, and those who are expected."""
+        return list(self.hand.state.members)
 
-    def _join(self, number: int) -> None:
-        if len(self.hand.workers) < WORKERS + 3:
-            self.hand.join(len(self.hand.workers))
+    @property
+    def late(self) -> list[Push]:
+        """Pushes of steps that are over."""
+        return [*self.abandoned, *self.hand.sent]
 
-    def _ask(self, number: int) -> None:
-        present = self.hand.present
-        if present:
-            worker = present[number % len(present)]
-            self._remember(worker)
-            self.hand.ask(worker)
+    # Events -------------------------------------------------------------------------------------------------------
 
-    def _old(self, number: int) -> None:
-        """A push of a step that is over arrives after all."""
-        current = {
-            (w, its.incarnation, its.step) for w, its in self.hand.workers.items() if its.alive and its.computing
-        }
-        late = [push for push in self.old if push[:3] not in current]
-        if late:
-            self.hand.deliver(late[number % len(late)])
+    @precondition(lambda self: self.busy)
+    @rule(worker=one_of("busy"), loss=st.floats(0.02, 1.0), examples=st.integers(1, 3))
+    def push(self, worker: int, loss: float, examples: int) -> None:
+        self._happen(lambda hand: hand.push(worker, loss=loss, examples=examples))
 
-    def _twice(self, number: int) -> None:
-        done = list(self.hand.committed)
-        if done:
-            self.hand.deliver(done[number % len(done)])
+    @rule(order=st.randoms(use_true_random=False))
+    def push_each(self, order: Random) -> None:
+        """All present workers that have a step when it is their turn push once."""
+        for worker in order.sample(self.present, len(self.present)):
+            if worker in self.busy:
+                self.push(worker, loss=1.0, examples=1)
 
-    def _save(self, number: int) -> None:
-        self.hand.through_json()
+    @precondition(lambda self: self.busy)
+    @rule(data=st.data())
+    def push_together(self, data: st.DataObject) -> None:
+        """Pushes that are reported together have the effect of single ones; none, as long as there is room."""
+        room = self.policy.room(self.hand.state)
+        # Beyond it, the first answer may cancel the others or give them new steps.
+        workers = data.draw(st.lists(st.sampled_from(self.busy), unique=True, max_size=max(1, room)))
+        said = self._happen(
+            lambda hand: [word for worker in workers for word in hand.push(worker)],
+            lambda hand: hand.push_together(workers),
+        )
+        assert not said or len(workers) > room
 
+    @precondition(lambda self: self.late)
+    @rule(push=one_of("late"))
+    def push_late(self, push: Push) -> None:
+        """A push of a cancelled or abandoned step, of an earlier incarnation, or one that came before, is dropped."""
+        assert self._happen(lambda hand: hand.deliver(push)) == [f"drop {push.worker}"]
 
-@every_policy
-@settings(max_examples=30)
-@given(deeds=deeds)
-def test_no_push_is_committed_twice_or_lost_without_a_drop(text: str, deeds: list[Deed]) -> None:
-    chaos = Chaos(policy_of(text))
-    hand = chaos.hand
+    @rule(worker=st.integers(0, MOST_WORKERS - 1), asks=st.booleans())
+    def join(self, worker: int, asks: bool) -> None:
+        """A worker joins, for the first time or again; the server may not have noticed that it had left."""
+        known = self.hand.workers.get(worker)
+        self._happen(lambda hand: hand.join(worker, known.incarnation + 1 if known else 0))
+        if asks:
+            self._happen(lambda hand: hand.ask(worker))
 
-    def all_accounted_for() -> None:
+    @precondition(lambda self: self.expected)
+    @rule(worker=one_of("expected"), asks=st.booleans())
+    def come(self, worker: int, asks: bool) -> None:
+        """An expected worker joins."""
+        self.join(worker, asks)
+
+    @precondition(lambda self: self.members)
+    @rule(worker=one_of("members"))
+    def leave(self, worker: int) -> None:
+        """A worker leaves, or an expected one will never come."""
+        self._happen(lambda hand: hand.leave(worker))
+
+    @precondition(lambda self: self.present)
+    @rule(worker=one_of("present"))
+    def ask(self, worker: int) -> None:
+        """A worker asks for a step and abandons the one that it has."""
+        self._happen(lambda hand: hand.ask(worker))
+
+    @rule()
+    def end(self) -> None:
+        """The end of the data commits the pending pushes, and no others; then the run goes on."""
+        pending, before = tuple(self.hand.state.pending), len(self.hand.commits)
+        self.first_step = self.hand.state.step
+        self._happen(lambda hand: hand.end(), last=True)
+        assert [commit.pushes for commit in self.hand.commits[before:]] == ([pending] if pending else [])
+        assert not self.hand.state.pending
+        assert self._happen(lambda hand: hand.end()) == []
+
+    @rule(order=st.randoms(use_true_random=False))
+    def work(self, order: Random) -> None:
+        """If all present workers work, in any order, and nobody else is expected, each of them begins another step."""
+        for worker in self.expected:
+            self.leave(worker)
+        for worker in [worker for worker in self.present if worker not in self.busy]:
+            self.ask(worker)
+        begun = {worker: len(self.hand.begun[worker]) for worker in self.present}
+        for _ in range(12):
+            self.push_each(order)
+            if all(len(self.hand.begun[worker]) > steps for worker, steps in begun.items()):
+                return
+        raise AssertionError(f"of {begun} not all have begun another step: {self.hand.begun}")
+
+    def _happen(
+        self,
+        event: Callable[[Hand], list[str]],
+        to_saved: Callable[[Hand], list[str]] | None = None,
+        *,
+        last: bool = False,
+    ) -> list[str]:
+        """Let an event happen in both runs, check its commits, and return the actions.
+
+        ``last``: the event ends the data, so that a commit may have fewer pushes than usual.
+        """
+        hand, saved = self.hand, self.saved
+        k = hand.state.k if isinstance(hand.state, AdaState) else getattr(self.policy, "k", 1)  # at this moment
+        before, results = len(hand.commits), [hand.result_of(worker) for worker in self.busy]
+        hand.at += 0.5
+        saved.at = hand.at
+        said = event(hand)
+        assert (to_saved or event)(saved) == said
+        saved.through_json()
+        current = [hand.result_of(worker) for worker in self.busy]
+        self.abandoned += [push for push in results if push not in current]
+        for number, commit in enumerate(hand.commits[before:], before):
+            self._check(commit, number)
+            if not last:
+                learners = hand.state.members.keys() | {push.worker for push in commit.pushes}
+                assert len(commit.pushes) == size_of(self.policy, k, len(learners))
+        return said
+
+    # Laws ---------------------------------------------------------------------------------------------------------
+
+    def _check(self, commit: Commit, version: int) -> None:
+        """The weights of a commit sum to 1. Its pushes are not from the future, and under a sync policy not stale."""
+        assert sum(commit.weights) == pytest.approx(1)
+        cancels, waits = getattr(self.policy, "cancels", False), self.policy.name == "sync"
+        for push in commit.pushes:
+            assert 0 <= push.version <= version
+            # sync does not wait for a step that is under way when the data ends
+            assert push.version == version or not (cancels or (waits and push.step >= self.first_step))
+
+    @invariant()
+    def every_push_is_committed_once_or_dropped_or_pending(self) -> None:
+        hand = self.hand
         assert all(times == 1 for times in hand.committed.values())
-        pending: dict[Push, int] = dict.fromkeys(hand.state.pending, 1)
+        pending = dict.fromkeys(hand.state.pending, 1)
         assert len(pending) == len(hand.state.pending)
         for push, times in hand.sent.items():
             assert times == hand.committed[push] + hand.dropped[push] + pending.get(push, 0)
         assert hand.committed.keys() | hand.dropped.keys() | pending.keys() == hand.sent.keys()
 
-    chaos.play(deeds, all_accounted_for)
+    @invariant()
+    def the_version_counts_the_commits(self) -> None:
+        assert self.hand.state.version == len(self.hand.commits)
+
+    @invariant()
+    def a_saved_state_equals_the_original(self) -> None:
+        hand, saved = self.hand, self.saved
+        assert saved.state == hand.state
+        assert list(saved.state.waiting) == list(hand.state.waiting)
+        assert saved.workers == hand.workers
+        assert saved.commits == hand.commits
+
+    @invariant()
+    def ssp_holds_back_who_is_too_far_ahead_and_nobody_else(self) -> None:
+        state = self.hand.state
+        if not isinstance(self.policy, SSP):
+            return
+        assert isinstance(state, SSPState)
+        furthest = min(state.clocks.values(), default=0) + self.policy.bound
+        assert all(state.clocks[worker] > furthest for worker in state.waiting)
+        assert all(state.clocks[worker] <= furthest for worker in self.busy)
+        assert state.clocks.keys() == state.members.keys()
+
+    @invariant()
+    def under_ssp_nobody_gets_further_ahead_of_anybody_than_the_bound(self) -> None:
+        """The positions are counted here: pushes since the run began; one that comes again begins at the slowest."""
+        if not isinstance(self.policy, SSP):
+            return
+        self._count_positions()
+        slowest, bound = min(self.positions.values(), default=0), self.policy.bound
+        assert all(self.positions[worker] <= slowest + bound for worker in self.busy)
+        assert all(position <= slowest + bound + 1 for position in self.positions.values())  # with its last push
+
+    def _count_positions(self) -> None:
+        for worker in self.positions.keys() - self.hand.state.members.keys():
+            del self.positions[worker]
+        for worker, its in self.hand.workers.items():
+            is_first_of_expected = worker in self.positions and worker not in self.lives
+            if its.alive and self.lives.get(worker) != its.incarnation and not is_first_of_expected:
+                self.positions.pop(worker, None)
+                self.positions[worker] = min(self.positions.values(), default=0)
+            self.lives[worker] = its.incarnation
+        for commit in self.hand.commits[self.counted :]:
+            self.positions[commit.pushes[0].worker] += 1
+        self.counted = len(self.hand.commits)
 
 
+def size_of(policy: ServerPolicy, k: int, learners: int) -> int:
+    """The number of pushes that a commit must have when so many workers can be in it."""
+    if policy.name == "sync":
+        return learners
+    return k if policy.name == "ssp" or getattr(policy, "counts_batches", False) else min(k, learners)
+
+
+@pytest.mark.laws
 @every_policy
-@settings(max_examples=30)
-@given(deeds=deeds)
-def test_every_commit_has_its_k_and_versions_only_grow(text: str, deeds: list[Deed]) -> None:
-    policy = policy_of(text)
-    chaos = Chaos(policy)
-    hand = chaos.hand
-    most = {"sync": 99, "async": 1, "ssp": 1}.get(policy.name) or getattr(policy, "k", None)
-    versions = [0]
-
-    def check() -> None:
-        assert hand.state.version >= versions[-1]
-        versions.append(hand.state.version)
-
-    for deed in deeds:
-        enough = most if most is not None else hand.state.k  # type: ignore[attr-defined]  # adaptive
-        before = len(hand.commits)
-        chaos.play([deed], check)
-        for commit in hand.commits[before:]:
-            learners = hand.state.members.keys() | {push.worker for push in commit.pushes}
-            assert len(commit.pushes) == size_of(policy, enough, len(learners))
-            assert sum(commit.weights) == pytest.approx(1)
-    assert versions == sorted(versions) and versions[-1] == len(hand.commits)
+def test_every_policy_obeys_the_laws(text: str) -> None:
+    machine = cast(type[ServerLaws], partial(ServerLaws, text))  # any function that makes a machine will do
+    run_state_machine_as_test(machine, settings=settings())
 
 
-def size_of(policy: ServerPolicy, enough: int, learners: int) -> int:
-    """How many pushes a commit must have when so many workers can be in it."""
-    return enough if getattr(policy, "counts_batches", False) or policy.name == "ssp" else min(enough, learners)
+def test_the_laws_are_tried_on_every_server_policy() -> None:
+    wanted = {name for name, policy in POLICIES.items() if issubclass(policy, ServerPolicy)}
+    assert {policy_of(text).name for text in LAWFUL} == wanted
 
 
 @every_policy
@@ -187,145 +317,12 @@ def test_the_first_commit_takes_as_many_pushes_as_schedules_are_told(text: str) 
 
 
 @every_policy
-@settings(max_examples=30)
-@given(deeds=deeds)
-def test_the_end_commits_what_is_pending_and_no_more(text: str, deeds: list[Deed]) -> None:
-    chaos = Chaos(policy_of(text))
-    hand = chaos.hand
-    chaos.play(deeds)
-    pending, before = tuple(hand.state.pending), len(hand.commits)
-    hand.end()
-    assert [commit.pushes for commit in hand.commits[before:]] == ([pending] if pending else [])
-    assert not hand.state.pending
-    assert hand.end() == []
-
-
-@every_policy
-@settings(max_examples=30)
-@given(deeds=deeds)
-def test_sync_policies_are_never_stale_and_others_count_commits(text: str, deeds: list[Deed]) -> None:
-    policy = policy_of(text)
-    chaos = Chaos(policy)
-    chaos.play(deeds)
-    for version, commit in enumerate(chaos.hand.commits):
-        assert all(0 <= push.version <= version for push in commit.pushes)
-        if getattr(policy, "cancels", False) or policy.name == "sync":
-            assert all(push.version == version for push in commit.pushes)
-
-
-@every_policy
-@settings(max_examples=30)
-@given(deeds=deeds, order=st.randoms(use_true_random=False), ended=st.booleans())
-def test_nobody_waits_for_ever(text: str, deeds: list[Deed], order: random.Random, ended: bool) -> None:
-    chaos = Chaos(policy_of(text))
-    hand = chaos.hand
-    chaos.play(deeds)
-    if ended:  # and the run goes on all the same, with more epochs
-        hand.end()
-    for worker in range(WORKERS):  # whoever is there and idle asks
-        if worker in hand.present and not hand.workers[worker].computing:
-            hand.ask(worker)
-    for worker in [worker for worker in hand.present if worker >= WORKERS and not hand.workers[worker].computing]:
-        hand.ask(worker)
-    begun = {worker: len(hand.begun[worker]) for worker in hand.present}
-    for _ in range(12):  # from here all do their work, in any order
-        for worker in order.sample(hand.present, len(hand.present)):
-            if hand.workers[worker].computing:
-                hand.push(worker, loss=1.0)
-    assert all(len(hand.begun[worker]) > steps for worker, steps in begun.items())
-
-
-@pytest.mark.parametrize("bound", [0, 1, 3])
-@given(deeds=deeds)
-def test_ssp_lets_wait_those_who_are_too_far_ahead_and_nobody_else(bound: int, deeds: list[Deed]) -> None:
-    chaos = Chaos(SSP(bound=bound))
-    hand = chaos.hand
-
-    def check() -> None:
-        state = hand.state
-        assert isinstance(state, SSPState)
-        furthest = min(state.clocks.values(), default=0) + bound
-        assert all(state.clocks[worker] > furthest for worker in state.waiting)
-        assert all(state.clocks[worker] <= furthest for worker in hand.busy)
-        assert state.clocks.keys() == state.members.keys()
-
-    chaos.play(deeds, check)
-
-
-@pytest.mark.parametrize("bound", [0, 1, 3])
-@given(deeds=deeds, there=st.integers(0, WORKERS))
-@example(deeds=[("push", 0)] * 20 + [("join", 0)], there=WORKERS - 1)
-def test_under_ssp_nobody_gets_further_ahead_of_anybody_than_the_bound(
-    bound: int, deeds: list[Deed], there: int
-) -> None:
-    """The positions are counted here: pushes since the run began; one who comes again begins at the slowest."""
-    chaos = Chaos(SSP(bound=bound), there=there)
-    hand = chaos.hand
-    positions = dict.fromkeys(range(WORKERS), 0)  # of those expected, too
-    incarnations = {worker: its.incarnation for worker, its in hand.workers.items()}
-    counted = 0
-
-    def check() -> None:
-        nonlocal counted
-        for worker in positions.keys() - hand.state.members.keys():
-            del positions[worker]
-        for worker, its in hand.workers.items():
-            first_of_the_expected = worker < WORKERS and worker not in incarnations
-            if its.alive and incarnations.get(worker) != its.incarnation and not first_of_the_expected:
-                positions.pop(worker, None)
-                positions[worker] = min(positions.values(), default=0)
-            incarnations[worker] = its.incarnation
-        for commit in hand.commits[counted:]:
-            positions[commit.pushes[0].worker] += 1
-        counted = len(hand.commits)
-        slowest = min(positions.values(), default=0)
-        assert all(positions[worker] <= slowest + bound for worker in hand.busy)
-        assert all(position <= slowest + bound + 1 for position in positions.values())  # and its last push
-
-    chaos.play(deeds, check)
-
-
-@every_policy
-@settings(max_examples=30)
-@given(deeds=deeds)
-def test_a_state_that_was_saved_goes_on_alike(text: str, deeds: list[Deed]) -> None:
-    plain, saved = Chaos(policy_of(text)), Chaos(policy_of(text))
-    for deed in deeds:
-        plain.play([deed])
-        saved.play([deed])
-        saved.hand.through_json()
-        assert saved.hand.commits[-1:] == plain.hand.commits[-1:]
-    assert saved.hand.state == plain.hand.state
-    assert list(saved.hand.state.waiting) == list(plain.hand.state.waiting)
-    assert saved.hand.workers == plain.hand.workers
-
-
-@every_policy
 def test_a_state_is_not_shared(text: str) -> None:
     policy = policy_of(text)
     first, second = Hand(policy, WORKERS), Hand(policy, WORKERS)
     before = second.state.as_dict()
     first.push(0)
     assert second.state.as_dict() == before != first.state.as_dict()
-
-
-@every_policy
-@settings(max_examples=30)
-@given(deeds=deeds, order=st.randoms(use_true_random=False), share=st.floats(0, 1))
-def test_pushes_told_of_together_are_as_told_of_one_by_one(
-    text: str, deeds: list[Deed], order: random.Random, share: float
-) -> None:
-    one, other = Chaos(policy_of(text)), Chaos(policy_of(text))
-    one.play(deeds)
-    other.play(deeds)
-    workers = order.sample(one.hand.busy, round(share * len(one.hand.busy)))
-    room = one.hand.policy.room(one.hand.state)
-    if not 0 < len(workers) <= room:  # others are cancelled, or given new steps, by the first answer
-        workers = workers[: max(1, room)]
-    singly = [said for worker in workers for said in one.hand.push(worker)]
-    assert other.hand.push_together(workers) == singly
-    assert len(workers) > room or not singly
-    assert one.hand.state == other.hand.state
 
 
 def test_pushes_that_come_together_and_late_are_dropped() -> None:

@@ -240,7 +240,7 @@ def test_ssp_lets_a_newcomer_begin_at_the_slowest() -> None:
     assert hand.push(2) == ["commit 2", "send 2"]
 
 
-@pytest.mark.parametrize("bound, workers", [(0, 3), (2, 5)])
+@pytest.mark.parametrize("bound, workers", [(0, 3), (1, 4), (2, 5), (3, 4)])
 def test_ssp_lets_an_expected_worker_begin_at_the_beginning_however_late_it_comes(bound: int, workers: int) -> None:
     hand = Hand(SSP(bound=bound), workers, together=False)
     *early, late = range(workers)

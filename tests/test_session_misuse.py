@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,15 +51,45 @@ def backward(session: paceline.Session) -> None:
         ({"clip_norm": 0.0}, "clip_norm"),
         ({"clip_norm": -1.0}, "clip_norm"),
         ({"clip_norm": math.nan}, "clip_norm"),
+        ({"clip_norm": "x"}, "clip_norm must be a number above 0, got 'x'; leave it out"),
+        ({"clip_norm": True}, "clip_norm must be a number above 0, got True"),
+        ({"policy": ""}, "wanted a policy or its text form, got ''; for example policy='all-reduce'"),
+        ({"run": 5}, "run must be the path of a directory, got 5; give one"),
+        ({"run": ""}, "run must be the path of a directory, got ''; give one"),
+        ({"resume": 5}, "resume must be True, False or the path of a checkpoint, got 5"),
+        ({"keep": None}, "keep must be a whole number, got None"),
+        ({"log_every": None}, "log_every must be a whole number, got None"),
         ({"stateful": {"mine": object()}}, "mine"),
+        ({"stateful": [1]}, "stateful must be a dictionary of names, such as {'sampler': sampler}, got list"),
+        ({"config": 5}, "config must be a dictionary of names, such as {'note': 'a try'}, got int"),
+        ({"group": 5}, "group must be a process group of torch.distributed that this process is in, got 5; make one"),
         ({"scaler": "fp16"}, "scaler"),
         ({"seed": 1.5}, "seed"),
+        ({"seed": True}, "seed must be a whole number, got True"),
     ],
 )
-def test_join_says_what_it_wants(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=message):
-        join(run=tmp_path / "run", **options)
-    assert not (tmp_path / "run").exists(), "nothing is made for a session that never was"
+def test_join_says_what_it_wants(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        join(**{"run": "run", **options})
+    assert not [*tmp_path.iterdir()], "nothing is made for a session that never was"
+
+
+@pytest.mark.parametrize(
+    ("value", "examples", "message"),
+    [
+        (1.0, -1, "examples must be a number of at least 0, got -1; leave it out to weigh all workers alike"),
+        (1.0, math.nan, "examples must be a number of at least 0, got nan"),
+        (1.0, "x", "examples must be a number of at least 0, got 'x'"),
+        ("x", None, "mean() wants a number or a tensor, got 'x'"),
+        (None, None, "mean() wants a number or a tensor, got None"),
+    ],
+)
+def test_a_mean_says_what_it_wants(value: Any, examples: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"step 0: {message}")):
+        join().mean(value, examples=examples)
 
 
 @pytest.mark.parametrize("optimizer", [None, [], [3], "sgd", SGD])
@@ -206,6 +237,7 @@ def test_the_rate_in_the_metrics_is_the_one_of_the_step(tmp_path: Path) -> None:
         (Counted(), {"batch_size": "4"}, "batch_size must be a whole number, got '4'"),
         ([], {"batch_size": 4}, "the data set is empty"),
         (DATASET, {"batch_size": 4, "last": "shor"}, "Did you mean 'short'"),
+        (DATASET, {"batch_size": 4, "last": None}, "no ending of an epoch called None. Known: drop, pad, short"),
         (DATASET, {"batch_size": 4, "drop_last": True}, "last"),
         (DATASET, {"batch_size": 4, "sampler": [1]}, "sampler"),
         (DATASET, {"batch_size": 4, "num_wokers": 1}, "num_workers"),

@@ -65,7 +65,7 @@ class Shard:
         quiet = cast(Any, Quiet())
         self.server = ShardServer(self.train_state, shard=1, servers=2, file=file, listener=quiet)
         self.server._first = quiet
-        self.order(wire.Begin, version or 0, 1, state, True)
+        self.order(wire.Begin, version or 0, 1, state, True, "mean", "gradient")
 
     def order(self, kind: Callable[..., wire.Message], *values: Any) -> None:
         self.server._obey(kind(self.server._orders + 1, *values))

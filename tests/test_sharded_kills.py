@@ -62,6 +62,9 @@ GOING_BACK = (1, "recover", "before", 0)
     [
         ("k-async(k=2)", [NOT_DECIDED, GOING_BACK]),
         ("sync", [NOT_ANSWERED]),
+        ("k-batch-async(k=3, aggregator=median)", [NOT_DECIDED]),
+        ("downpour(period=3)", [NOT_DECIDED, NOT_ANSWERED]),
+        ("async(aggregator=delay-compensated(scale=0.5))", [NOT_ANSWERED]),
     ],
 )
 def test_no_commit_is_lost_or_made_twice(tmp_path: Path, paceline: Any, policy: str, plan: list[Kill]) -> None:

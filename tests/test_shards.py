@@ -258,7 +258,7 @@ def test_an_order_that_comes_again_is_answered_and_not_carried_out() -> None:
 def test_only_the_first_server_gives_orders() -> None:
     with ShardedCluster("async", versions, servers=2, workers=1) as cluster:
         line = call(cluster.beside[0].address, bytes(range(32)), sealed=False, seconds=5)
-        for order in (wire.Update(2, 1, math.nan), wire.Begin(1, 0, 1, 0, True)):
+        for order in (wire.Update(2, 1, math.nan), wire.Begin(1, 0, 1, 0, True, "mean", "gradient")):
             line.send(encode(order))
             while (received := line.receive()) is None:
                 line.wait(0.1)

@@ -132,6 +132,17 @@ def test_error_against_virtual_time(simulate: Any) -> None:
         assert record["parallel_efficiency"] <= 1.1
 
 
+@pytest.mark.parametrize("problem", [(), ("--problem", "logistic", "--seconds", "40")])
+def test_peers_with_and_without_a_problem_have_the_same_columns(simulate: Any, problem: tuple[str, ...]) -> None:
+    code, out, _ = simulate("--json", "--policies", "all-reduce,local-sgd(every=8),sync", "--workers", "4", *problem)
+    found = json.loads(out)
+    assert code == 0 and [row[0] for row in found["rows"]] == ["all-reduce", "local-sgd(every=8)", "sync"]
+    together, local, served = found["records"]
+    assert together.keys() == local.keys() == served.keys()
+    assert local["waiting"] < together["waiting"] and local["iteration"] < together["iteration"]
+    assert [point["seconds"] for point in local["curve"]] == [point["seconds"] for point in served["curve"]]
+
+
 def test_a_target_never_reached_is_an_error_after_all_is_shown(simulate: Any) -> None:
     code, out, err = simulate("--problem", "logistic", "--policies", "sync,async", "--seconds", "10", "--target", "1")
     assert code == 1

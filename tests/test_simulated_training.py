@@ -21,8 +21,9 @@ from paceline.problems import Metric, Problem, load_problem
 from paceline.problems.synthetic import make_quadratic
 from paceline.seeding import derive_seed, seed_streams
 from paceline.virtual.batches import BatchQueue
+from paceline.virtual.plan import TrainingOutcome, TrainingPlan
 from paceline.virtual.simulate import Scenario
-from paceline.virtual.training import GradientWork, SimulatedTraining, TrainingOutcome, TrainingPlan, simulate_training
+from paceline.virtual.training import ServerTraining, SimulatedTraining, begin_training, simulate_training
 
 SGD = "sgd(lr=0.05, momentum=0.5)"
 BATCH = 16
@@ -40,12 +41,17 @@ def training(
     policy: str, workers: int, *, seconds: float = 20, problem: Problem | None = None, **options: Any
 ) -> SimulatedTraining:
     scenario = Scenario(policy=policy, workers=workers, **{"delay": "1", **options})
-    return SimulatedTraining(scenario, make_plan(problem), seconds=seconds)
+    return begin_training(scenario, make_plan(problem), seconds=seconds)
+
+
+def served(policy: str, workers: int, **options: Any) -> ServerTraining:
+    run = training(policy, workers, **options)
+    assert isinstance(run, ServerTraining)
+    return run
 
 
 def parameters(training: SimulatedTraining) -> Tensor:
-    model = training._work.model
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in training.model.parameters()])
 
 
 def by_hand(problem: Problem, batch_size: int, steps: int, seed: int = 0) -> Tensor:
@@ -86,7 +92,7 @@ def test_gradients_are_of_the_parameters_as_read() -> None:
     assert isinstance(problem.train, TensorDataset)
     centres = problem.train.tensors[0]
     scenario = Scenario(policy="async", workers=2, delay="1 factors(1, 2)")
-    found = SimulatedTraining(
+    found = begin_training(
         scenario, TrainingPlan(problem=problem, optimizer="sgd(lr=0.1)", batch_size=1, points=1), seconds=4
     )
     found.finish()
@@ -105,7 +111,7 @@ def test_gradients_are_of_the_parameters_as_read() -> None:
     "name", sorted(name for name, kind in POLICIES.items() if issubclass(kind, AllReduce | ServerPolicy))
 )
 def test_the_same_seed_gives_the_same_bytes(name: str) -> None:
-    policy = {"ssp": "ssp(bound=1)", "ada-sync": "ada-sync(window=2)"}.get(name, name)
+    policy = {"ssp": "ssp(bound=1)", "downpour": "downpour(period=2)", "ada-sync": "ada-sync(window=2)"}.get(name, name)
     policy = f"{name}(k=3)" if name.startswith("k-") else policy
     options: dict[str, Any] = {"delay": "1+exp(1)", "problem": dropout_problem()}
     runs = [training(policy, 4, seed=seed, **options) for seed in (5, 5, 6)]
@@ -144,11 +150,11 @@ def dropout_problem() -> Problem:
 
 def test_awkward_models_learn() -> None:
     run = training("k-async(k=2)", 4, seconds=60, problem=dropout_problem())
-    before = [buffer.clone() for buffer in run._work.model.buffers()]
+    before = [buffer.clone() for buffer in run.model.buffers()]
     run.finish()
     curve = run.outcome().curve
     assert curve[-1].loss < 0.5 * curve[0].loss
-    after = list(run._work.model.buffers())
+    after = list(run.model.buffers())
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
@@ -161,7 +167,7 @@ def test_k_batch_sync_goes_on_with_what_it_has() -> None:
 
 
 def test_the_batch_of_a_failed_worker_is_computed_by_another() -> None:
-    run = training("k-sync(k=2)", 3, delay="1 fails(worker=1, at=0)", seconds=12, notice=3.0)
+    run = served("k-sync(k=2)", 3, delay="1 fails(worker=1, at=0)", seconds=12, notice=3.0)
     run.finish()
     # Worker 1 is sent batches until it is found out. All are committed, given back, or with the two that are left.
     queue, found = run._work._queue, run.outcome().run
@@ -191,21 +197,22 @@ def test_time_to_a_target() -> None:
 def test_adaptive_k_follows_the_loss() -> None:
     problem = make_quadratic(dim=8, num_examples=512, noise=0.05, seed=1)
     scenario = Scenario(policy="ada-sync(k0=1, window=5)", workers=8, delay="exp(1)")
-    run = SimulatedTraining(scenario, TrainingPlan(problem=problem, optimizer="sgd(lr=0.2)", batch_size=4), seconds=100)
+    run = begin_training(scenario, TrainingPlan(problem=problem, optimizer="sgd(lr=0.2)", batch_size=4), seconds=100)
     run.finish()
+    assert isinstance(run, ServerTraining)
     assert run._cluster.state.as_dict()["k"] > 3
     assert run.outcome().run.pushes > run.outcome().run.commits
 
 
 def test_bytes_are_those_of_the_model() -> None:
-    run = training("async", 2)
+    run = served("async", 2)
     run.finish()
     assert run._work.nbytes == 4 * 33
     assert run.outcome().run.bytes_in == run.outcome().run.pushes * 4 * 33
 
 
 def test_what_is_known_in_the_middle() -> None:
-    run = training("async", 2)
+    run = served("async", 2)
     run._cluster.run(commits=3)
     assert run.outcome().run.commits == 3
     assert isinstance(run.outcome(), TrainingOutcome)
@@ -216,7 +223,7 @@ def test_mistakes() -> None:
     with pytest.raises(UsageError, match="batch size must be at least 1"):
         make_plan(batch_size=0)
     with pytest.raises(UsageError, match="LBFGS"):
-        GradientWork(load_problem("logistic"), 2, optimizer="lbfgs", batch_size=8, times=(0.0,), adds_up=True, seed=0)
+        begin_training(Scenario(policy="async", workers=2), make_plan(optimizer="lbfgs"), seconds=1)
     with pytest.raises(UsageError, match="seconds must be above 0"):
         training("async", 2, seconds=-1)
 

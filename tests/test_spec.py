@@ -16,7 +16,10 @@ from paceline.spec import MAX_DEPTH, Value, check_types, from_spec, parse_call, 
 law = settings(deadline=None)
 WORDS = st.from_regex(r"[A-Za-z][A-Za-z0-9_.-]{0,8}", fullmatch=True)
 TRICKY = st.sampled_from(
-    ["1", "1.0", "true", "False", "inf", "NaN", "-inf", "1e-3", "", "a b", '"', "\\", "a\n", '\\"']
+    [
+        *("1", "1.0", "true", "False", "inf", "NaN", "-inf", "1e-3", "", "a b", '"', "\\", "a\n", '\\"'),
+        *("a(b=1)", "a(b=1.50)", "a()", "a(b=(1, 2))", "a(b=c(d=1))", "true(a=1)", 'a(b="(")', "a(b=1) "),
+    ]
 )
 VALUES = st.recursive(
     st.integers() | st.floats() | st.booleans() | st.text(max_size=10) | TRICKY | WORDS,
@@ -67,6 +70,8 @@ def test_any_text_reads_or_is_refused(text: str) -> None:
         ("name(a=inf, b=-INF)", {"a": math.inf, "b": -math.inf}),
         ("name(a=ring, b=v1.2-rc_3)", {"a": "ring", "b": "v1.2-rc_3"}),
         (r'name(a="x \" \\ y", b="true", c="")', {"a": r"x " + '"' + r" \ y", "b": "true", "c": ""}),
+        ("name(a=other( b = 1 ), c=2)", {"a": "other(b=1)", "c": 2}),
+        ("name(a=other(b=(1,), c=x), d=(e(f=1), g()))", {"a": "other(b=(1,), c=x)", "d": ("e(f=1)", "g")}),
         (
             "name(a=(), b=(1,), c=(0.9, 0.999), d=(1, (x, true),))",
             {"a": (), "b": (1,), "c": (0.9, 0.999), "d": (1, ("x", True))},

@@ -7,7 +7,7 @@ import copy
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -24,23 +24,28 @@ from sharded import ShardedCluster
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from paceline.aggregators import AGGREGATORS, parse_aggregator
 from paceline.data.numbered import NumberedBatches
 from paceline.data.sampler import ShardedSampler
 from paceline.delays.delay import Changed, Constant, Factors
 from paceline.delays.distributions import Times, Workers
 from paceline.optim import make_optimizer
-from paceline.policies import POLICIES, ServerPolicy, parse_policy
+from paceline.policies import POLICIES, Async, KBatchAsync, ServerPolicy, parse_policy
+from paceline.policies.messages import PushKind
 from paceline.problems import Metric, Problem, Recipe
 from paceline.record.trace import Trace, TraceWriter
 from paceline.replay.plan import read_plan
 from paceline.replay.serving import ReplayServer
 from paceline.server.client import Client
+from paceline.server.local_steps import LocalSteps
 from paceline.train_state import TrainState
 from paceline.training.replay_problem import ProblemReplay
 from paceline.training.train import TrainConfig, make_model
 from paceline.transport.listening import Listener
 from paceline.transport.messages import Go
 from paceline.virtual.cluster import Cluster
+from paceline.virtual.plan import Curve, TrainingPlan
+from paceline.virtual.simulate import Scenario
 from paceline.virtual.training import GradientWork
 
 SAMPLES, BATCH, EPOCHS, SEED, WORKERS = 22, 4, 2, 3, 3
@@ -96,6 +101,12 @@ class Case:
     def epochs(self) -> int:
         return EPOCHS if self.ends else ENDLESS
 
+    @property
+    def told(self) -> str:
+        """A policy with a text form, from which a replay learns all but the commits, which are in the trace."""
+        known = self.policy.name in POLICIES
+        return str(self.policy if known else Async(aggregator=self.policy.aggregator))
+
     def train_state(self) -> TrainState:
         model = make_model(CONFIG, self.problem)
         made = make_optimizer(CONFIG.optimizer or "", model.parameters())
@@ -123,15 +134,9 @@ class Noting(GradientWork):
     """Notes who ended a step, in order, and when there have been enough."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__(
-            case.problem,
-            WORKERS,
-            optimizer=CONFIG.optimizer,
-            batch_size=BATCH,
-            times=(),
-            adds_up=case.policy.adds_up,
-            seed=SEED,
-        )
+        plan = TrainingPlan(problem=case.problem, optimizer=CONFIG.optimizer, batch_size=BATCH)
+        scenario = Scenario(policy=case.policy, workers=WORKERS, seed=SEED)
+        super().__init__(plan, scenario, case.policy, Curve(case.problem, ()))
         self.ended: list[int] = []
         self.enough: list[int] = []
 
@@ -156,7 +161,7 @@ class Listing(Changed):
 
     def draw(self, worker: int) -> float:
         self.drawn.append(worker)
-        if self.case.ends and self.work._batches[worker] >= PUSHES:
+        if self.case.ends and max(self.work._batches[worker]) >= PUSHES:
             return math.inf
         return float(self.case.times[len(self.drawn) % len(self.case.times)])
 
@@ -181,12 +186,15 @@ class Worker:
     """A worker that computes a step when it is told to."""
 
     def __init__(self, case: Case, rank: int, address: str) -> None:
-        self._case, self._model = case, make_model(CONFIG, case.problem)
+        self._case, train_state = case, case.train_state()
+        self._model = train_state.model
+        self._local = LocalSteps(train_state) if case.policy.kind is PushKind.DIFFERENCE else None
         self._batches = NumberedBatches(case.problem.train, ShardedSampler(SAMPLES, BATCH, seed=SEED))
         self.client = Client(
             self._model, address=address, token=TOKEN, sealed=False, rank=rank, incarnation=0, memory=None
         )
         self.step: Go | None = None
+        self.batches: list[tuple[int, int]] = []  # of that step
         self.client.describe(SAMPLES, BATCH, "short", True, 0)
         self.client.ask(case.epochs)
 
@@ -200,6 +208,12 @@ class Worker:
         """Wait for a step, or for word that there is none."""
         answer = self.client.next_step(self._case.epochs)
         self.step = answer if isinstance(answer, Go) else None
+        if self.step is not None:
+            self.batches = [(self.step.epoch, self.step.batch)]
+            for _ in range(self._case.policy.local_steps - 1):  # all at once, as on the virtual cluster
+                more = self.client.more()
+                assert more is not None
+                self.batches.append((more.epoch, more.batch))
 
     def begin_in_time(self) -> None:
         """Wait for a step that is not cancelled."""
@@ -208,12 +222,19 @@ class Worker:
 
     def push(self) -> None:
         assert self.step is not None
-        (inputs, targets), count = self._batches.fetch(self.step.epoch, self.step.batch)
-        self._model.zero_grad()
-        loss = self._case.problem.loss(self._model(inputs), targets)
-        torch.autograd.backward(loss)
+        examples, loss = 0, torch.zeros(())
+        for batch in self.batches:
+            (inputs, targets), count = self._batches.fetch(*batch)
+            self._model.zero_grad()
+            loss = self._case.problem.loss(self._model(inputs), targets)
+            torch.autograd.backward(loss)
+            examples += count
+            if self._local is not None:
+                self._local.step(self.client.version)
+        if self._local is not None:
+            assert self._local.end()
         self.step = None
-        self.client.push(examples=count, loss=float(loss.detach()), seconds=0.0)
+        self.client.push(examples=examples, loss=float(loss.detach()), seconds=0.0)
 
 
 def on_live_server(case: Case, order: Sequence[int], servers: int, trace: Path) -> tuple[Outcome, list[bool]]:
@@ -221,12 +242,13 @@ def on_live_server(case: Case, order: Sequence[int], servers: int, trace: Path) 
 
     Also give whether each has a step that it has not pushed.
     """
-    writer = TraceWriter(trace, {"world_size": WORKERS, "seed": SEED})
+    writer = TraceWriter(trace, {"world_size": WORKERS, "seed": SEED, "policy": case.told})
     cluster = ShardedCluster(case.policy, case.train_state, servers=servers, workers=WORKERS, trace=writer, seed=SEED)
     with cluster, contextlib.closing(writer):
-        workers = [Worker(case, rank, cluster.address) for rank in range(WORKERS)]
-        for worker in workers:
-            worker.settle()
+        workers = []
+        for rank in range(WORKERS):
+            workers.append(Worker(case, rank, cluster.address))
+            workers[-1].settle()
         for rank in order:
             workers[rank].push()
             workers[rank].settle()
@@ -245,7 +267,8 @@ def on_live_server(case: Case, order: Sequence[int], servers: int, trace: Path) 
 
 def replayed_as_problem(case: Case, trace: Path) -> Outcome:
     plan = read_plan(Trace(trace))
-    replay = ProblemReplay(CONFIG, case.problem, plan, seed=SEED, workers=WORKERS)
+    config = replace(CONFIG, policy=case.told)
+    replay = ProblemReplay(config, case.problem, plan, seed=SEED, workers=WORKERS)
     object.__setattr__(replay.train_state, "clip_norm", case.clip_norm)
     replayed = replay.run()
     assert replayed.difference is None
@@ -302,6 +325,7 @@ def assert_all_the_same(case: Case) -> None:
         assert_same(virtual, live)
 
 
+AGGREGATED = ["median", "delay-compensated(scale=0.5)"]  # beside the mean
 WEIGHT = st.one_of(st.sampled_from([0.0, 1.0, 0.5, 1 / 3, 1e-30]), st.floats(-2, 2))
 COMMIT = st.lists(st.tuples(st.integers(0, 7), WEIGHT), min_size=1, max_size=4).map(tuple)
 TURN = st.builds(Turn, st.lists(COMMIT, max_size=2).map(tuple), st.booleans())
@@ -314,15 +338,32 @@ TURN = st.builds(Turn, st.lists(COMMIT, max_size=2).map(tuple), st.booleans())
     times=st.lists(st.integers(1, 5), min_size=1, max_size=9),
     norm=st.booleans(),
     clip_norm=st.sampled_from([None, None, 0.1]),
+    aggregator=st.sampled_from(["mean", *AGGREGATED]),
 )
 def test_any_commits_come_to_the_same_bits_under_all_who_drive(
-    turns: tuple[Turn, ...], last: tuple[float, ...], times: list[int], norm: bool, clip_norm: float | None
+    turns: tuple[Turn, ...],
+    last: tuple[float, ...],
+    times: list[int],
+    norm: bool,
+    clip_norm: float | None,
+    aggregator: str,
 ) -> None:
-    policy, problem = Listed(turns=turns, last=last), make_problem(norm=norm)
+    policy, problem = Listed(turns=turns, last=last, aggregator=aggregator), make_problem(norm=norm)
     assert_all_the_same(Case(policy=policy, problem=problem, times=times, ends=True, clip_norm=clip_norm))
 
 
-OPTIONS = {"ssp": "(bound=1)", "ada-sync": "(window=0)"}
+def test_the_law_has_every_aggregator() -> None:
+    assert {parse_aggregator(text).name for text in AGGREGATED} == AGGREGATORS.keys() - {"mean"}
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("aggregator", AGGREGATED)
+def test_all_aggregators_come_to_the_same_bits_under_all_who_drive(aggregator: str, norm: bool) -> None:
+    policy = KBatchAsync(k=3, aggregator=aggregator)
+    assert_all_the_same(Case(policy=policy, problem=make_problem(norm=norm), times=[3, 1, 4, 1, 5, 2], ends=False))
+
+
+OPTIONS = {"ssp": "(bound=1)", "downpour": "(period=2)", "ada-sync": "(window=0)"}
 
 
 @pytest.mark.parametrize("norm", [False, True])

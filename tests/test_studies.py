@@ -26,12 +26,15 @@ from paceline.spec import from_spec
 from paceline.studies import (
     STUDIES,
     CommunicationStudy,
+    LocalSGDStudy,
     OptimizersStudy,
+    ScalingStudy,
     StragglersStudy,
     Study,
     StudyContext,
     StudyResult,
     TradeOffStudy,
+    WarmUpStudy,
     files,
     optimizers,
 )
@@ -54,6 +57,13 @@ QUICK: dict[str, Study] = {
     "communication": CommunicationStudy(workers=(2, 8), messages=("4kB", "25MB")),
     "stragglers": StragglersStudy(workers=(4, 40), iterations=30),
     "trade-off": TradeOffStudy(problem="digits", policies=("sync", "async"), seconds=20.0, points=5),
+    "local-sgd": LocalSGDStudy(
+        problem="digits", model="net1", examples=128, workers=2, batch_size=8, epochs=1, seeds=2
+    ),
+    "scaling": ScalingStudy(
+        problem="digits", model="net1", examples=256, workers=(1, 2), epochs=2, target=0.2, judges=100, seeds=2
+    ),
+    "warm-up": WarmUpStudy(problem="digits", workers=8, rates=(0.1,), epochs=2, seeds=2),
 }
 FORMULAS = {"communication"}  # nothing random in them, and nothing for threads to do
 FORMULA_ARGUMENTS = ["study", "communication", "--workers", "2,8", "--messages", "4kB"]

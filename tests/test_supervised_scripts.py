@@ -74,6 +74,12 @@ def test_a_syntax_error_shows_the_line(bench: Bench) -> None:
     assert "x = = 3" in ended.err and "SyntaxError" in ended.err and "runpy" not in ended.err
 
 
+def test_a_mistake_in_the_use_of_paceline_exits_with_2(bench: Bench) -> None:
+    ended = bench.run("from paceline.errors import UsageError\nraise UsageError('use --servers 2 or fewer')", workers=1)
+    assert ended.code == 2
+    assert ended.err.endswith("paceline.errors.UsageError: use --servers 2 or fewer\n")
+
+
 def test_a_workers_environment(bench: Bench) -> None:
     ended = bench.run(
         """

@@ -226,6 +226,21 @@ def test_sigterm_lets_the_workers_save(bench: Bench) -> None:
     assert sorted(ended.out.splitlines()) == ["[0] saved", "[1] saved"]
 
 
+def test_a_signal_to_one_worker_lets_the_others_save(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("_TIME_TO_GATHER", "_MORE_TO_GATHER", "_TIME_TO_END"):
+        monkeypatch.setattr(supervisor, limit, 0.05)
+    ended = bench.run(
+        """
+        if rank == 0:
+            time.sleep(0.5)  # longer than any process has after a failure
+            print("saved")
+        report("interrupted", step=3, saved="run", signal=int(signal.SIGTERM) if rank == 1 else 0)
+        sys.exit(130)
+        """
+    )
+    assert ended == Ended(143, "[0] saved\n", "paceline: worker 1 was asked to stop by SIGTERM\n")
+
+
 STUBBORN = """
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)

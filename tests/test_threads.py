@@ -12,12 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+from conftest import World
 from processes import ENVIRONMENT
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import paceline
+from paceline.launch.environment import ServerAssignment
 from paceline.launch.process_environment import ProcessEnvironment, brief_spinning
 from paceline.problems import Problem, load_problem
-from paceline.training.threads import step_operations, wants_one_thread
+from paceline.sessions import join as join_module
+from paceline.threads import OperationCounter, step_operations
+from paceline.training.threads import wants_one_thread
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +38,45 @@ def digits() -> Problem:
     return load_problem("digits")
 
 
-def test_operations_are_those_of_layers_and_of_the_batch() -> None:
-    dense = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 2))
-    assert step_operations(dense, torch.ones(3, 4), batch_size=10) == 3 * 10 * 2 * (12 * 5 + 5 * 2)
-    filters = nn.Sequential(nn.Conv2d(3, 7, 3, padding=1), nn.BatchNorm2d(7))
-    assert step_operations(filters, torch.ones(3, 8, 8), batch_size=1) == 3 * 2 * (7 * 3 * 9) * 64
+@pytest.mark.parametrize(
+    ("layer", "shape", "products"),
+    [
+        (nn.Linear(12, 5), (7, 12), 7 * 12 * 5),
+        (nn.Linear(12, 5, bias=False), (2, 7, 12), 14 * 12 * 5),
+        (nn.Sequential(nn.Flatten(), nn.Linear(12, 5)), (7, 3, 4), 7 * 12 * 5),
+        (nn.Conv2d(3, 7, 3, padding=1), (2, 3, 8, 8), 2 * 7 * 3 * 9 * 64),
+        (nn.Conv2d(4, 8, 3, groups=2, padding=1), (1, 4, 8, 8), 8 * 2 * 9 * 64),
+        (nn.ConvTranspose2d(3, 7, 2, stride=2), (1, 3, 8, 8), 7 * 3 * 4 * 64),
+    ],
+    ids=repr,
+)
+def test_operations_of_layers(layer: nn.Module, shape: tuple[int, ...], products: int) -> None:
+    """Forward has one product; backward has one for the weights, and one for inputs that want gradients."""
+    for wanted, inputs in ((2, torch.ones(shape)), (3, torch.ones(shape, requires_grad=True))):
+        with OperationCounter() as counter:
+            made = layer(inputs)
+        assert 2 * products <= counter.total < 2 * products + 10 * inputs.numel()
+        with OperationCounter() as counter:
+            torch.autograd.backward(made, made)
+        values = inputs.numel() + made.numel() + sum(each.numel() for each in layer.parameters())
+        assert 0 <= counter.total - 2 * (wanted - 1) * products <= 10 * values
+
+
+def test_a_result_that_is_no_product_counts_by_its_elements_and_a_view_does_not() -> None:
+    values = torch.ones(3, 4)
+    with OperationCounter() as counter:
+        values.relu().t()
+    assert counter.total == 10 * 12
+
+
+@pytest.mark.parametrize("name", ["digits", "logistic"])
+def test_operations_of_a_batch_are_those_of_two_examples_carried_on(name: str) -> None:
+    problem = load_problem(name)
+    model = problem.make_model()
+    example, _ = problem.train[0]
+    with OperationCounter() as counter:
+        model(torch.stack([example] * 32)).sum().backward()
+    assert step_operations(model, example, 32) == pytest.approx(counter.total, rel=0.02)
 
 
 def test_counting_leaves_the_model_as_it_was() -> None:
@@ -106,6 +147,134 @@ def test_workers_of_a_small_problem_get_one_thread_each(
     monkeypatch.setattr("paceline.launch.supervisor.supervise", supervise)
     paceline("train", problem, "--workers", "2")
     assert [process_environment["OMP_NUM_THREADS"] for process_environment in environments] == [given]
+
+
+SMALL, LARGE = (8, 4), (200_000, 4)  # of batches for a layer of 4 times 40 numbers
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher has chosen two threads, and nothing was compiled."""
+    torch._dynamo.utils.counters.clear()
+    assignment = ServerAssignment(address="ipc://@nobody", token="00" * 32, threads=2)
+    monkeypatch.setattr(join_module, "take_server_assignment", lambda: assignment)
+    torch.set_num_threads(2)
+
+
+def join(**options: Any) -> tuple[nn.Module, paceline.Session]:
+    model = nn.Linear(4, 40)
+    return model, paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def step(model: nn.Module, session: paceline.Session, shape: tuple[int, int], **options: Any) -> int:
+    """Make a step, and give the number of threads after it."""
+    with session.step(**options):
+        model(torch.ones(shape)).mean().backward()
+    return torch.get_num_threads()
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(("shape", "threads"), [(SMALL, 1), (LARGE, 2)])
+def test_the_first_step_of_a_script_decides(shape: tuple[int, int], threads: int, tmp_path: Path) -> None:
+    model, session = join(run=tmp_path / "run", save_every=1)
+    with session:
+        assert torch.get_num_threads() == 2
+        assert [step(model, session, each) for each in (shape, SMALL, LARGE)] == [threads] * 3
+    assert torch.get_num_threads() == 2, "the session has ended"
+    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["threads"]) for each in told if each["event"] == "threads"] == [(1, 1)] * (threads == 1)
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(("first", "next_one", "threads"), [(SMALL, LARGE, 1), (LARGE, SMALL, 2)])
+def test_a_resumed_script_has_the_threads_of_its_first_step(
+    first: tuple[int, int], next_one: tuple[int, int], threads: int, tmp_path: Path
+) -> None:
+    model, session = join(run=tmp_path / "run")
+    with session:
+        step(model, session, first)
+    model, session = join(run=tmp_path / "run", resume=True)
+    with session:
+        assert torch.get_num_threads() == threads
+        assert step(model, session, next_one) == threads
+
+
+@pytest.mark.usefixtures("launched")
+def test_threads_that_the_script_sets_stay() -> None:
+    torch.set_num_threads(3)
+    model, session = join()
+    with session:
+        assert step(model, session, SMALL) == 3
+    assert torch.get_num_threads() == 3
+
+
+def test_without_the_launcher_no_script_has_other_threads() -> None:
+    torch.set_num_threads(2)
+    model, session = join()
+    with session:
+        assert step(model, session, SMALL) == 2
+
+
+@pytest.mark.usefixtures("launched")
+def test_the_first_block_that_ends_well_is_counted() -> None:
+    model, session = join()
+    with session:
+        with pytest.raises(KeyError), session.step():
+            model(torch.ones(LARGE))
+            raise KeyError
+        assert step(model, session, SMALL, accumulate=True) == 2, "no update yet"
+        assert step(model, session, LARGE) == 1
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_nothing_is_counted_after_the_first_step(steps: int) -> None:
+    model, session = join()
+    with session:
+        for _ in range(steps):
+            step(model, session, SMALL)
+        with session.step():
+            assert len(_get_current_dispatch_mode_stack()) == (1 if steps == 0 else 0)
+            model(torch.ones(SMALL)).mean().backward()
+    assert not _get_current_dispatch_mode_stack()
+
+
+@pytest.mark.usefixtures("launched")
+def test_what_is_compiled_is_compiled_once_and_keeps_its_threads() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda model, x: model(x).relu().mean(), backend="aot_eager", fullgraph=True)
+    model, session = join()
+    with session:
+        for _ in range(3):
+            with session.step():
+                compiled(model, torch.ones(SMALL)).backward()
+        assert torch.get_num_threads() == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.usefixtures("launched")
+def test_worker_0_decides_for_all(world: World) -> None:
+    def work(group: Any) -> list[bool | None]:
+        found = []
+        for of_0, of_1 in ((SMALL, LARGE), (LARGE, SMALL)):
+            model, session = join(group=group)
+            with session, session.step(examples=1):
+                model(torch.ones(of_1 if session.rank else of_0)).mean().backward()
+            found.append(session._run_state.one_thread)  # type: ignore[attr-defined]
+        return found
+
+    assert world(2, work) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize(("variables", "threads"), [({}, "4"), ({"OMP_NUM_THREADS": "2"}, None)])
+def test_a_worker_knows_whether_the_launcher_chose_its_threads(
+    variables: dict[str, str], threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assignment = ServerAssignment(address="ipc://@nobody", token="00" * 32)
+    environment = ProcessEnvironment(workers=2, port=1, assignment=assignment, base=variables)
+    assert environment.worker(0).get("PACELINE_THREADS") == threads
+    assert "PACELINE_THREADS" not in environment.server()
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])

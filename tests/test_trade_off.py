@@ -12,8 +12,8 @@ import pytest
 from paceline.errors import UsageError
 from paceline.studies import StudyContext, TradeOffStudy
 from paceline.studies.trade_off import Fall, fall_of, order_of
+from paceline.virtual.plan import Point, TrainingOutcome
 from paceline.virtual.simulate import Scenario, simulate
-from paceline.virtual.training import Point, TrainingOutcome
 
 
 @pytest.mark.parametrize("options", [{"policies": ()}, {"seconds": 0.0}, {"rate": -1.0}, {"weight_decay": -0.1}])

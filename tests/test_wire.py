@@ -22,6 +22,7 @@ from paceline.transport.messages import (
     Described,
     Go,
     Hello,
+    Kind,
     Mean,
     Message,
     PushMessage,
@@ -45,6 +46,7 @@ _FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     tuple[Described, ...]: st.lists(
         st.builds(Described, _TEXTS, st.lists(_COUNTS, max_size=4).map(tuple), _TEXTS, st.booleans()), max_size=4
     ).map(tuple),
+    Kind: st.sampled_from(["gradient", "difference"]),
     get_type_hints(Data)["last"]: st.sampled_from(["short", "drop", "pad"]),
 }
 

@@ -1,9 +1,10 @@
 """Times an all-reduce on this host: our backend of ``torch.distributed`` against Gloo, in one run.
 
 All ways are synchronous float32 sums through ``torch.distributed`` (MPI, if installed, through mpi4py in a separate
-run). They take turns, a block of calls each. A barrier before each call keeps the wait for late ranks out of the times,
-which are medians on rank 0. ``hot`` buffers are reduced repeatedly; before each call with ``cold`` buffers every rank
-writes 64 MB of other memory.
+run). They take turns of a few calls, so that the scheduler treats all alike: on busy cores a call takes microseconds,
+or milliseconds if a rank must wait for its core. A barrier before each call keeps the wait for late ranks out of the
+times, which are medians on rank 0. ``hot`` buffers are reduced repeatedly; before each call with ``cold`` buffers every
+rank writes 64 MB of other memory.
 
 An all-reduce of N bytes on P ranks must read at least P x N bytes and write as many. ``bandwidth_share`` is the time in
 which all ranks at once copy buffers of that size, over the time of the all-reduce.
@@ -30,7 +31,9 @@ KB, MB = 1 << 10, 1 << 20
 SIZES = (4 * KB, 64 * KB, MB, 25 * MB, 100 * MB)
 _SWEPT = 64 * MB  # writing this much evicts everything else from the cache
 
-_TURNS = 3
+_WARM_UPS, _CALLS = 2, 5  # of one turn
+_LEAST_TURNS, _ENOUGH_TURNS = 3, 10
+_LONGEST = 10  # times the seconds asked for, to make enough turns
 
 Way = Callable[[], object]
 
@@ -72,22 +75,21 @@ def _row(size: int, buffers: str, gloo: dist.ProcessGroup, sweep: Tensor | None,
 
 
 def _take_turns(ways: dict[str, Way], sweep: Tensor | None, seconds: float) -> dict[str, list[float]]:
-    calls = {name: _agreed_calls(way, sweep, seconds / _TURNS) for name, way in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(_TURNS):
+    start, turns = time.perf_counter(), 0
+    while turns < _LEAST_TURNS or _goes_on(turns, time.perf_counter() - start, seconds * len(ways)):
         for name, way in ways.items():
-            times[name] += [_timed(way, sweep) for _ in range(calls[name] + 2)][2:]  # two warm-up calls
+            times[name] += [_timed(way, sweep) for _ in range(_WARM_UPS + _CALLS)][_WARM_UPS:]
+        turns += 1
     return times
 
 
-def _agreed_calls(way: Way, sweep: Tensor | None, seconds: float) -> int:
-    """The number of calls that take about ``seconds``, as estimated by the slowest rank after a few calls."""
-    _timed(way, sweep)
-    start = time.perf_counter()
-    _timed(way, sweep)
-    calls = torch.tensor([min(300, max(3, round(seconds / (time.perf_counter() - start))))])
-    dist.all_reduce(calls, dist.ReduceOp.MIN)
-    return int(calls)
+def _goes_on(turns: int, elapsed: float, seconds: float) -> bool:
+    """Whether all ranks make another turn, by the clock of rank 0."""
+    wanted = elapsed < seconds or (turns < _ENOUGH_TURNS and elapsed < _LONGEST * seconds)
+    decision = torch.tensor([int(wanted)])
+    dist.broadcast(decision, 0)
+    return bool(decision)
 
 
 def _timed(way: Way, sweep: Tensor | None) -> float:

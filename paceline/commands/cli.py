@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from paceline.commands.options import PathType, delay_options, needs_server, read_delay, servers_option
+from paceline.commands.options import (
+    PathType,
+    delay_options,
+    needs_server,
+    processes_per_worker,
+    read_delay,
+    servers_option,
+)
 from paceline.commands.replay import replay
 from paceline.commands.run import run, serve
 from paceline.errors import CommError, PacelineError, UsageError, unknown_name
@@ -141,7 +148,8 @@ def train(
     if resume is None:
         needs_server(options["policy"], asking, workers)  # before torch is imported
     from paceline.launch.service import ServerOptions
-    from paceline.training.threads import one_thread, wants_one_thread
+    from paceline.threads import one_thread
+    from paceline.training.threads import wants_one_thread
     from paceline.training.train import TrainConfig, check_config, load_config_problem
 
     if resume is not None:
@@ -154,6 +162,11 @@ def train(
     config = TrainConfig(schedule=schedule, **options)
     problem = load_config_problem(config)
     check_config(config, problem, workers, servers)
+    small = wants_one_thread(config.problem, problem, config.batch_size or problem.recipe.batch_size)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if small else None
+    if read_world() is None:  # else a launcher has started all processes
+        config = _settle_learners(config, workers, environment)
+        workers *= processes_per_worker(config.policy)
     server = ServerOptions(
         needed=needs_server(config.policy, asking, workers),
         respawn=respawn,
@@ -161,13 +174,11 @@ def train(
         servers=servers,
     )
     config = dataclasses.replace(config, run=config.run or _free_run(problem.name))
-    small = wants_one_thread(config.problem, problem, config.batch_size or problem.recipe.batch_size)
     try:
         if workers == 1 and servers == 1 and not respawn and delay is None:
             with one_thread() if small else contextlib.nullcontext():
                 result = _train_here(config, problem, as_json)
         else:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"} if small else None
             result = _train_on(workers, config, server, as_json, environment)
     except KeyboardInterrupt:
         begun = (Path(str(config.run)) / "config.json").exists()
@@ -216,10 +227,10 @@ def _train_on(
                 shown = report["step"]
                 line(Progress(**report["progress"]))
 
-        command = ["-m", "paceline", "train-worker", json.dumps(dataclasses.asdict(config))]
         code = supervise(
-            command,
+            _worker_command(config),
             workers=workers,
+            per_device=processes_per_worker(config.policy),
             environment=environment,
             on_report=hear,
             on_stop=lambda: stopped.append(True),
@@ -230,6 +241,20 @@ def _train_on(
     if code != 0 or not results:
         sys.exit(code or 1)
     return results[min(results)]
+
+
+def _worker_command(config: TrainConfig) -> list[str]:
+    return ["-m", "paceline", "train-worker", json.dumps(dataclasses.asdict(config))]
+
+
+def _settle_learners(config: TrainConfig, workers: int, environment: dict[str, str] | None) -> TrainConfig:
+    """Find how many learners each worker should have, if the policy leaves that open."""
+    from paceline.commands.learners import settle_learners
+
+    def command(policy: str) -> list[str]:
+        return _worker_command(dataclasses.replace(config, policy=policy))
+
+    return dataclasses.replace(config, policy=settle_learners(config.policy, workers, command, environment))
 
 
 @cli.command("train-worker", hidden=True)
@@ -288,7 +313,8 @@ def _saved_options(run: str) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text())
         saved: dict[str, Any] = dict(config["train"])
-        workers = 1 if read_world() is not None else int(config["world_size"])  # 1: a launcher has started the others
+        processes = int(config["world_size"]) // processes_per_worker(saved["policy"])
+        workers = 1 if read_world() is not None else processes  # 1: a launcher has started the others
         schedule = dict(saved.pop("schedule"))
         schedule["decay_epochs"] = ",".join(str(epoch) for epoch in schedule["decay_epochs"])
         known = {field.name for kind in (TrainConfig, ScheduleConfig) for field in dataclasses.fields(kind)}

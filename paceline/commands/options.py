@@ -49,11 +49,23 @@ def needs_server(policy: str | None, asked_by: str | None, workers: int | None) 
     if isinstance(parsed, ServerPolicy):
         if workers is not None:
             parsed.begin(workers)
+        if parsed.aggregator != "mean":  # else torch need not be imported
+            from paceline.aggregators import aggregator_of
+
+            aggregator_of(parsed, workers)
         return True
     if asked_by is not None:
         known = ", ".join(name for name, kind in POLICIES.items() if issubclass(kind, ServerPolicy))
         raise UsageError(f"{asked_by} wants a policy with a parameter server, found {policy}; choose one of {known}")
     return False
+
+
+def processes_per_worker(policy: str | None) -> int:
+    """How many processes a policy wants in the place of each worker."""
+    from paceline.policies import PeersPolicy, parse_policy
+
+    parsed = None if policy is None else parse_policy(policy)
+    return parsed.processes_per_worker if isinstance(parsed, PeersPolicy) else 1
 
 
 def read_delay(text: str | None, unit: str | None, workers: int | None) -> tuple[str, float] | None:

@@ -11,7 +11,14 @@ from typing import Any
 
 import click
 
-from paceline.commands.options import PathType, delay_options, needs_server, read_delay, servers_option
+from paceline.commands.options import (
+    PathType,
+    delay_options,
+    needs_server,
+    processes_per_worker,
+    read_delay,
+    servers_option,
+)
 from paceline.errors import UsageError
 
 _TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -65,8 +72,22 @@ def run(
         delay=read_delay(delay, delay_unit, here),
         servers=servers,
     )
+    learners = 1
+    if policy is not None and address is None:
+        from paceline.commands.learners import settle_learners
+
+        policy = settle_learners(policy, workers, lambda _: command)
+        learners = processes_per_worker(policy)
     ending = _Ending()
-    return supervise(command, workers=workers, policy=policy, on_report=ending.hear, on_stop=ending.tell, server=server)
+    return supervise(
+        command,
+        workers=workers * learners,
+        policy=policy,
+        per_device=learners,
+        on_report=ending.hear,
+        on_stop=ending.tell,
+        server=server,
+    )
 
 
 @click.command(context_settings=_TAKES_A_COMMAND)

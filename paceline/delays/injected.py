@@ -23,7 +23,7 @@ _FRESH = {"bit_generator": "PCG64", "has_uint32": 0, "uinteger": 0}
 class InjectedDelays:
     """The injected delays of one worker: times of the delay ``text``, in units of ``unit`` seconds.
 
-    Each is drawn from the seed, the worker and the step alone, so it is the same in every run.
+    Each is drawn from the seed, the worker, the step and the block alone, so it is the same in every run.
     """
 
     def __init__(self, text: str, unit: float, *, seed: int, worker: int) -> None:
@@ -32,10 +32,11 @@ class InjectedDelays:
         self._seed, self._worker = seed, worker
         self._generator = np.random.Generator(np.random.PCG64(0))
 
-    def of_step(self, step: int) -> float:
-        """The seconds by which the step is delayed."""
+    def of_step(self, step: int, block: int = 0) -> float:
+        """The seconds by which the step is delayed; of several local steps, by which this block is."""
+        place = (step, block) if block else (step,)
         # Setting the state is much faster than a new generator, and the derived seed is already well mixed.
-        state = {"state": derive_seed(self._seed, "pause", self._worker, step), "inc": 1}
+        state = {"state": derive_seed(self._seed, "pause", self._worker, *place), "inc": 1}
         self._generator.bit_generator.state = {**_FRESH, "state": state}
         (time,) = self._delay.sample(self._generator, np.array([self._worker]))
         return min(float(time) * self._unit, threading.TIMEOUT_MAX)  # the longest wait that Python accepts

@@ -18,6 +18,7 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *_MASTER, "T
 REPORT_DESCRIPTOR = "PACELINE_REPORT_FD"
 SUPERVISOR = "PACELINE_SUPERVISOR_PID"
 POLICY = "PACELINE_POLICY"
+PROBE = "PACELINE_PROBE"
 _SERVER = "PACELINE_SERVER"
 TOKEN = "PACELINE_TOKEN"
 _ROLE = "PACELINE_ROLE"
@@ -28,6 +29,7 @@ _BIND = "PACELINE_BIND"
 _TRUSTED = "PACELINE_TRUSTED"
 _REPLAY = "PACELINE_REPLAY"
 _SHARD = "PACELINE_SHARD"
+_THREADS = "PACELINE_THREADS"
 _LOG_DESCRIPTOR = "PACELINE_LOG_FD"
 SERVICE = (
     _SERVER,
@@ -40,6 +42,7 @@ SERVICE = (
     _TRUSTED,
     _REPLAY,
     _SHARD,
+    _THREADS,
     _LOG_DESCRIPTOR,
 )
 
@@ -91,6 +94,7 @@ class ServerAssignment:
     replay: ReplayOrder | None = None  # for the server: replay a recorded run
     shard_fds: tuple[int, ...] = ()  # the shared memory of each further server
     shard: int = 0  # for a server: its number among the servers
+    threads: int | None = None  # for a worker: those of torch that the launcher chose; None if the user set them
     log_fd: int | None = None  # for a worker: the log from which groups of workers follow (``roster.RunLog``)
 
     @property
@@ -141,6 +145,11 @@ def read_rank_and_size() -> tuple[int, int] | None:
 def asked_policy(environment: Mapping[str, str] | None = None) -> str | None:
     """The policy given by ``paceline run --policy``, if any."""
     return (os.environ if environment is None else environment).get(POLICY) or None
+
+
+def asked_probe() -> float | None:
+    """For how many seconds this process is to measure its throughput, if it is started for that alone."""
+    return float(os.environ[PROBE]) if os.environ.get(PROBE) else None
 
 
 def asked_token() -> str | None:
@@ -198,6 +207,7 @@ def _read_server_assignment(environment: Mapping[str, str]) -> ServerAssignment:
         replay=_read_replay(variables.text(_REPLAY, _SERVER)) if variables.any(_REPLAY) else None,
         shard_fds=tuple(number for number in others if number is not None),
         shard=variables.number(_SHARD, _SERVER) if variables.any(_SHARD) else 0,
+        threads=variables.number(_THREADS, _SERVER) if variables.any(_THREADS) else None,
         log_fd=log,
     )
 
@@ -249,6 +259,7 @@ def server_variables(assignment: ServerAssignment) -> dict[str, str]:
         _TRUSTED: "1" if assignment.trusted else None,
         _REPLAY: assignment.replay and json.dumps(asdict(assignment.replay)),
         _SHARD: assignment.shard or None,
+        _THREADS: assignment.threads,
         _LOG_DESCRIPTOR: assignment.log_fd,
     }
     return {name: str(value) for name, value in values.items() if value is not None}

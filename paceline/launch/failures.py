@@ -29,6 +29,7 @@ class ProcessState:
     needs_server: bool = False  # its script has named a policy that needs one
     address: str | None = None  # of a server for other hosts
     failure: Mapping[str, Any] | None = None  # the last failure report, with the time of the first
+    asked_by: int | None = None  # the signal after which it has stopped; 0 if another worker got it
     exiting: int | None = None  # the announced exit code
     exiting_at: float = 0.0
     code: int | None = None  # the exit code, or minus the signal that killed it; None while it runs
@@ -54,6 +55,8 @@ class ProcessState:
             case "failed":
                 first = self.failure or report
                 self.failure = {**report, "at": first["at"]}
+            case "interrupted":
+                self.asked_by = report.get("signal", 0)
             case "exiting":
                 self.exiting, self.exiting_at = report["code"], report["at"]
 
@@ -155,6 +158,7 @@ def _raised(state: ProcessState, states: Sequence[ProcessState], *, with_server:
         what="failed",
         traceback=str(state.failure.get("traceback", "")),
         advice=advice,
+        code=2 if state.failure.get("type") == "UsageError" else 1,
         certain=certain,
     )
 

@@ -21,11 +21,15 @@ class ProcessEnvironment:
     port: int | None = None  # of the store of torch.distributed; None if the workers have none
     assignment: ServerAssignment | None = None
     policy: str | None = None
+    per_device: int = 1  # workers that share a device, and so a local rank
     base: Mapping[str, str] | None = None
 
     def worker(self, rank: int, *, incarnation: int = 0) -> dict[str, str]:
         """The environment of a worker; without a store, it joins a server on another host and gets its rank there."""
-        world: dict[str, object] = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.workers}
+        world: dict[str, object] = {
+            "LOCAL_RANK": rank // self.per_device,
+            "LOCAL_WORLD_SIZE": -(-self.workers // self.per_device),
+        }
         if self.port is not None:
             world |= {
                 "RANK": rank,
@@ -36,11 +40,11 @@ class ProcessEnvironment:
             }
         return self._environment(world, self.assignment and self._assignment_of_worker(self.assignment, incarnation))
 
-    @staticmethod
-    def _assignment_of_worker(assignment: ServerAssignment, incarnation: int) -> ServerAssignment:
+    def _assignment_of_worker(self, assignment: ServerAssignment, incarnation: int) -> ServerAssignment:
         # A replay sends parameters: a read of shared memory depends on its moment.
         memory = assignment.memory_fd if assignment.replay is None else None
-        return replace(assignment, incarnation=incarnation, memory_fd=memory, replay=None)
+        threads = None if has_users_threads(self._outer) else threads_per_worker(self.workers)
+        return replace(assignment, incarnation=incarnation, memory_fd=memory, replay=None, threads=threads)
 
     def server(self, *, bind: str | None = None, incarnation: int = 0, shard: int = 0) -> dict[str, str]:
         """The environment of the server, or of one of several; a server has no rank."""
@@ -51,17 +55,25 @@ class ProcessEnvironment:
         return self._environment({"WORLD_SIZE": self.workers}, assignment)
 
     def _environment(self, world: Mapping[str, object], assignment: ServerAssignment | None) -> dict[str, str]:
-        outer = os.environ if self.base is None else self.base
-        inherited = {name: value for name, value in outer.items() if name not in (*TORCHRUN, *SERVICE)}
+        inherited = {name: value for name, value in self._outer.items() if name not in (*TORCHRUN, *SERVICE)}
         defaults = {
             "OMP_NUM_THREADS": str(threads_per_worker(self.workers)),
             "GLOO_SOCKET_IFNAME": _loopback_interface(),
-            **brief_spinning(outer),
+            **brief_spinning(self._outer),
         }
         fixed = {name: str(value) for name, value in world.items()}
         asked = {} if self.policy is None else {POLICY: self.policy}
         service = {} if assignment is None else server_variables(assignment)
         return {**defaults, **inherited, **fixed, **asked, **service, SUPERVISOR: str(os.getpid())}
+
+    @property
+    def _outer(self) -> Mapping[str, str]:
+        return os.environ if self.base is None else self.base
+
+
+def has_users_threads(environment: Mapping[str, str]) -> bool:
+    """Whether the user has set the number of threads there."""
+    return any(environment.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
 def threads_per_worker(workers: int) -> int:

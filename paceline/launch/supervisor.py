@@ -30,6 +30,7 @@ def supervise(
     *,
     workers: int,
     policy: str | None = None,
+    per_device: int = 1,
     environment: Mapping[str, str] | None = None,
     on_report: Callable[[int, dict[str, Any]], None] | None = None,
     on_stop: Callable[[], None] = lambda: None,
@@ -46,8 +47,9 @@ def supervise(
     same command. Under it a worker may also leave early, and the run succeeds when all workers and then the server have
     ended.
 
-    ``environment`` replaces ours as the base of the workers'. ``on_report`` is called with the rank
-    (``failures.SERVER`` for the server) and the report, ``on_stop`` at the end of a run that a signal has ended.
+    ``per_device`` workers at a time have one ``LOCAL_RANK``. ``environment`` replaces ours as the base of the workers'.
+    ``on_report`` is called with the rank (``failures.SERVER`` for the server) and the report, ``on_stop`` at the end
+    of a run that a signal has ended.
     """
     check_command(command, workers)
     options = server or ServerOptions()
@@ -61,7 +63,7 @@ def supervise(
             assignment = replace(assignment, log_fd=stack.enter_context(open_run_log()))
         processes = stack.enter_context(Processes(on_report))
         process_environment = ProcessEnvironment(
-            workers=workers, port=port, assignment=assignment, policy=policy, base=environment
+            workers=workers, port=port, assignment=assignment, policy=policy, per_device=per_device, base=environment
         )
         service = Service(processes, command, process_environment, options)
         started = time.time()
@@ -124,6 +126,8 @@ def _watch(processes: Processes, service: Service, store: HostedStore | None, st
             raise PacelineError(f"the store for torch.distributed does not start: {store.error}")
         service.attend()
         fault = service.fault()
+    if fault is not None and not fault.traceback:
+        _hear_of_signals(processes, stop)
     if fault is None or stop:
         return None
     processes.wait(_TIME_TO_GATHER)
@@ -132,6 +136,18 @@ def _watch(processes: Processes, service: Service, store: HostedStore | None, st
     processes.signal(signal.SIGTERM)
     processes.wait(_TIME_TO_END)
     return fault
+
+
+def _hear_of_signals(processes: Processes, stop: list[int]) -> None:
+    """If a worker got a signal and all workers stop, let them save, and take the signal for ours."""
+    if all(state.asked_by is None for state in processes.states):
+        return
+    processes.wait(_TIME_TO_SAVE, until=lambda: bool(stop))
+    asked = next((state for state in processes.states if state.asked_by), None)
+    if asked is not None and not stop:
+        stop.append(asked.asked_by or 0)
+        name = signal.Signals(stop[0]).name
+        processes.output.write("stderr", f"paceline: worker {asked.rank} was asked to stop by {name}\n")
 
 
 def _stop(processes: Processes, stop: list[int]) -> Fault | None:

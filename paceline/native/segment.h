@@ -165,6 +165,7 @@ class Segment {
   bool spin_for(Ranks ranks, uint32_t step);
   void sleep_for(Ranks ranks, uint32_t step);
   bool is_on_our_core(int rank);
+  void move_away(Clock::time_point now);
   void spin_at_least(Clock::duration wait);
   void check_missing(uint32_t step);
 
@@ -173,8 +174,8 @@ class Segment {
   std::vector<uint32_t> seen_;  // the last step of every rank that we know of
   int missing_ = 0;  // one that had not published when we last looked
   Clock::duration patience_;  // how long a spin may take, from what the last ones gained
-  Clock::duration crowding_pause_;
-  Clock::time_point next_crowding_;
+  Clock::time_point last_move_;
+  Clock::duration move_pause_;
   Header* header_;
   Control* controls_;
   char* slots_;

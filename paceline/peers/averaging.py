@@ -1,90 +1,124 @@
-"""Average parameters and buffers over all workers."""
+"""Average tensors over all workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.errors import CommError
-from paceline.peers.group import Peers
-from paceline.peers.tensors import send_tensors
+from paceline.peers.group import Peers, Pending
 
 _HALVES = (torch.float16, torch.bfloat16)
-_TAG, _WEIGHT, _STOP = -3, -2, -1  # positions of the control numbers after the parameters
 _TAG_PERIOD = 1 << 10  # sums over up to 16,000 workers stay exact in float32
 
 
-class Averager:
-    """Replace parameters and floating-point buffers by their weighted mean over all workers.
+class Means(NamedTuple):
+    """The result of an average; ``values`` are valid until the averager's next one."""
 
-    They are sent in one flat tensor per dtype, half precisions as float32. Other buffers, such as counts, are copied
-    from worker 0. ``buffers`` is called for each average, since a forward pass may replace them.
+    values: list[Tensor] | None  # None: all weights were 0
+    stop: bool = False  # whether a worker was asked to stop
+    numbers: tuple[float, ...] = ()  # the sums of the workers' numbers
+
+
+@dataclass
+class _Sum:
+    """The tensors of one dtype in one flat tensor, with the control numbers after them."""
+
+    flat: Tensor
+    parts: dict[int, Tensor]  # by the tensor's place among all
+    num_control: int
+    work: Pending
+
+
+class Averager:
+    """Find the weighted means of tensors over all workers of ``peers``, also while the workers compute.
+
+    They are sent in one flat tensor per dtype, half precisions as float32. After them come control numbers: a tag that
+    must be the same everywhere, the weight, whether a worker was asked to stop, and ``numbers`` to be summed.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], buffers: Callable[[], list[Tensor]], peers: Peers) -> None:
-        self._parameters, self._buffers, self._peers = parameters, buffers, peers
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._flats: dict[torch.dtype, Tensor] = {}
+        self._sums: list[_Sum] = []  # under way
+        self._tag = 0
 
-    def average(self, *, weight: float, tag: int, stop: bool = False) -> bool:
-        """Average; all workers call it together with the same ``tag``, else they raise that they are out of step.
-
-        Return whether ``stop`` was true on any worker.
-        """
-        buffers = self._buffers()
-        tensors = [tensor for tensor in (*self._parameters, *buffers) if _is_continuous(tensor)]
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_dtype.setdefault(torch.float32 if tensor.dtype in _HALVES else tensor.dtype, []).append(tensor)
+    def start(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        weight: float,
+        tag: int,
+        stop: bool = False,
+        numbers: Sequence[float] = (),
+        now: bool = False,
+    ) -> None:
+        """Start an average; all workers call it together. ``now`` runs it here, which is faster than waiting."""
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            by_dtype.setdefault(exchanged_dtype(tensor), []).append(place)
+        control = [tag % _TAG_PERIOD, weight, float(stop), *numbers]
+        self._tag, self._sums = tag, []
         with self._peers.explain("averaging the parameters"), torch.no_grad():
-            flats = [self._reduced(dtype, group, weight, tag, stop) for dtype, group in by_dtype.items()]
-            send_tensors([buffer for buffer in buffers if not _is_continuous(buffer)], self._peers)
-        for flat in flats:
-            self._check_tag(flat[_TAG].item(), tag)
-        # Only now: if an exchange fails, the parameters are as they were.
-        with torch.no_grad():
-            for flat, group in zip(flats, by_dtype.values(), strict=True):
-                _put_back(flat, group)
-        return any(flat[_STOP].item() > 0 for flat in flats)
+            for dtype, places in by_dtype.items():
+                sizes = [tensors[place].numel() for place in places]
+                flat = self._flat(dtype, sum(sizes) + len(control))
+                parts = dict(zip(places, torch.split(flat[: -len(control)], sizes), strict=True))
+                for place, part in parts.items():
+                    parts[place] = part.view(tensors[place].shape).copy_(tensors[place])
+                if weight:
+                    flat[: -len(control)].mul_(weight)
+                else:
+                    flat.zero_()  # not times 0: statistics of borrowed data may be NaN
+                flat[-len(control) :] = torch.tensor(control, dtype=dtype)
+                work = self._peers.all_reduce(flat, now=now)
+                self._sums.append(_Sum(flat, parts, len(control), work))
 
-    def _reduced(self, dtype: torch.dtype, tensors: Sequence[Tensor], weight: float, tag: int, stop: bool) -> Tensor:
-        """The sum of all workers' tensors, each times its weight, and of the control numbers."""
-        flat = self._flat(dtype, tensors)
-        for tensor, part in zip(tensors, _parts(flat, tensors), strict=True):
-            part.copy_(tensor.reshape(-1))
-        flat[:_TAG].mul_(weight)
-        flat[_TAG], flat[_WEIGHT], flat[_STOP] = tag % _TAG_PERIOD, weight, stop
-        self._peers.all_reduce(flat, now=True).wait()
-        return flat
+    def finish(self) -> Means:
+        """Wait for the average; raise if the workers are out of step."""
+        values: dict[int, Tensor] = {}
+        total, stop = 0.0, 0.0
+        numbers: list[float] = []
+        for each in self._sums:
+            with self._peers.explain("averaging the parameters"):
+                each.work.wait()
+            tag, total, stop, *numbers = each.flat[-each.num_control :].tolist()
+            self._check_tag(tag)
+            if total:
+                each.flat[: -each.num_control].div_(total)
+            values.update(each.parts)
+        self._sums = []
+        return Means([values[place] for place in sorted(values)] if total else None, stop > 0, tuple(numbers))
 
-    def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-        count = sum(tensor.numel() for tensor in tensors) - _TAG
+    def _flat(self, dtype: torch.dtype, count: int) -> Tensor:
         if dtype not in self._flats or len(self._flats[dtype]) != count:
             self._flats[dtype] = self._peers.buffer(count, dtype, self._peers.device)
         return self._flats[dtype]
 
-    def _check_tag(self, found: complex, tag: int) -> None:
-        wanted = tag % _TAG_PERIOD * self._peers.size
+    def _check_tag(self, found: float) -> None:
+        wanted = self._tag % _TAG_PERIOD * self._peers.size
         if found != wanted:
             raise CommError(
-                f"worker {self._peers.rank}: the workers have fallen out of step at its step {tag} (their sum should "
-                f"be {wanted}, and is {found}); do all make the same number of steps?"
+                f"worker {self._peers.rank}: the workers have fallen out of step at its step {self._tag} (their sum "
+                f"should be {wanted}, and is {found:g}); do all make the same number of steps?"
             )
 
 
-def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return torch.split(flat[:_TAG], [tensor.numel() for tensor in tensors])
+def exchanged_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which a tensor is sent: half precisions as float32."""
+    return torch.float32 if tensor.dtype in _HALVES else tensor.dtype
 
 
-def _put_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Divide a sum by its weight, and copy it into the tensors."""
-    total = flat[_WEIGHT].item()
-    if total != 0:  # else no worker has used an example, and nothing has changed
-        flat[:_TAG].div_(total)
-        for tensor, part in zip(tensors, _parts(flat, tensors), strict=True):
-            tensor.copy_(part.view(tensor.shape))
-
-
-def _is_continuous(tensor: Tensor) -> bool:
+def is_continuous(tensor: Tensor) -> bool:
+    """Whether a mean of such tensors makes sense."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """The tensor itself without its gradient, complex numbers as pairs."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -8,12 +8,27 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.peers.ada_comm import AdaCommExchange
 from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.diloco import DiLoCoExchange
+from paceline.peers.elastic import ElasticExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange, check_same_model
+from paceline.peers.gossip import GossipExchange
 from paceline.peers.group import Peers, default_peers
 from paceline.peers.periodic import PeriodicExchange
 from paceline.peers.tensors import send_tensors
-from paceline.policies import AllReduce, LocalSGD, PeersPolicy, Policy
+from paceline.policies import (
+    SMA,
+    AdaComm,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    LocalSGD,
+    PeersPolicy,
+    Policy,
+    PostLocalSGD,
+    SyncEASGD,
+)
 
 
 class MakeExchange(Protocol):
@@ -22,7 +37,16 @@ class MakeExchange(Protocol):
     def __call__(self, model: nn.Module, peers: Peers, policy: Any) -> PeersExchange: ...
 
 
-EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {AllReduce: AllReduceExchange, LocalSGD: PeriodicExchange}
+EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
+    AllReduce: AllReduceExchange,
+    LocalSGD: PeriodicExchange,
+    PostLocalSGD: PeriodicExchange,
+    AdaComm: AdaCommExchange,
+    DiLoCo: DiLoCoExchange,
+    SyncEASGD: ElasticExchange,
+    SMA: ElasticExchange,
+    Gossip: GossipExchange,
+}
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -30,7 +54,9 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def find_peers(device: torch.device, *, group: Any, rank_and_size: tuple[int, int] | None) -> Peers | None:
+def find_peers(
+    device: torch.device, policy: Policy, *, group: Any, rank_and_size: tuple[int, int] | None
+) -> Peers | None:
     """The other workers: those of ``group``, or of torch's default group, or none.
 
     ``rank_and_size`` is this process's rank and the number of workers, from a launcher.
@@ -41,6 +67,7 @@ def find_peers(device: torch.device, *, group: Any, rank_and_size: tuple[int, in
         peers = default_peers(device, rank_and_size)
     else:
         return None
+    check_processes(policy, peers.size)
     return peers if peers.size > 1 else None
 
 
@@ -64,3 +91,13 @@ def make_exchange(model: nn.Module, policy: Policy, peers: Peers | None) -> Exch
             f"run the script with: paceline run --workers N --policy '{policy}' script.py"
         )
     return EXCHANGES[type(policy)](model, peers, policy)
+
+
+def check_processes(policy: Policy, processes: int) -> None:
+    """Raise if the processes cannot be divided among workers as the policy wants it."""
+    wanted = policy.processes_per_worker if isinstance(policy, PeersPolicy) else 1
+    if processes % wanted:
+        raise UsageError(
+            f"policy {policy} wants {wanted} processes for each worker, and there are {processes}; start a multiple of "
+            f"{wanted}, or let paceline run --policy '{policy}' start them"
+        )

@@ -39,7 +39,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         policy = AllReduce(bucket_cap_mb=bucket_cap_mb)
-        peers = find_peers(device_of(module), group=process_group, rank_and_size=read_rank_and_size())
+        peers = find_peers(device_of(module), policy, group=process_group, rank_and_size=read_rank_and_size())
         self._exchange = begin_exchange(module, policy, peers)
         self._broadcast_buffers = broadcast_buffers
         self._synchronising = True

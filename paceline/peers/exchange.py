@@ -32,12 +32,7 @@ class Exchange(Protocol):
     rank: int
     world_size: int
     replicas_differ: bool  # whether the workers' parameters may differ between steps
-    shared_names: frozenset[str]  # the entries of its state that are the same on all workers
-
-    @property
-    def lead(self) -> int:
-        """How many exchanges another worker may be ahead of this one."""
-        ...
+    common_state: tuple[str, ...]  # entries of the state that are the same on all workers
 
     @property
     def num_bytes(self) -> int:
@@ -96,6 +91,10 @@ class Exchange(Protocol):
         """Copy worker 0's buffers to all."""
         ...
 
+    def lead(self) -> int:
+        """How many exchanges another worker may be ahead of this one."""
+        ...
+
     def confirm(self) -> None:
         """Return when all workers have come here."""
         ...
@@ -112,7 +111,11 @@ class Exchange(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore that state, which may be of another number of workers."""
+        """Restore that state, after the model's; it may be of another number of workers, or empty."""
+        ...
+
+    def agreed(self) -> None:
+        """All workers have the same parameters now."""
         ...
 
     def close(self) -> None:
@@ -126,8 +129,7 @@ class Alone:
     rank = 0
     world_size = 1
     replicas_differ = False
-    shared_names: frozenset[str] = frozenset()
-    lead = 0
+    common_state: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -172,6 +174,9 @@ class Alone:
     def follow_buffers(self) -> None:
         pass
 
+    def lead(self) -> int:
+        return 0
+
     def confirm(self) -> None:
         pass
 
@@ -184,6 +189,9 @@ class Alone:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
 
+    def agreed(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -192,7 +200,7 @@ class PeersExchange(Alone):
     """The base of collective exchanges; a subclass defines what is exchanged and when.
 
     All workers have the same model. When a worker dies, the others make their exchange anew, on new ``peers``, load the
-    ``kept_state`` of the one before, with the furthest worker's entries of ``shared_names``, and repeat what failed. So
+    ``kept_state`` of the one before, with the furthest worker's entries of ``common_state``, and repeat what failed. So
     a method must exchange everything before it changes the model or its own tensors.
     """
 

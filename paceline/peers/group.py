@@ -25,14 +25,14 @@ class Pending(Protocol):
 
 @dataclass
 class Traffic:
-    """Counts what a worker sends through collectives."""
+    """Counts what a worker sends through collectives and messages."""
 
     num_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Peers:
-    """One worker's view of its group: its rank, and the few collectives that training needs.
+    """One worker's view of its group: its rank, and the few collectives and messages that training needs.
 
     ``group`` is any ``torch.distributed`` process group. Calls go to the group itself, not through the module's
     global state, so that several workers can be threads of one process, as in the tests.
@@ -83,6 +83,17 @@ class Peers:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         self.group.allgather([parts], [tensor]).wait()
         return parts
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        """Start sending ``tensor`` to one worker; it must not change until that has ended."""
+        self.traffic.num_bytes += _num_bytes(tensor)
+        work: Pending = self.group.send([tensor], to, 0)
+        return work
+
+    def receive(self, tensor: Tensor, sender: int) -> Pending:
+        """Start receiving into ``tensor`` what a worker sends; messages of one sender come in order."""
+        work: Pending = self.group.recv([tensor], sender, 0)
+        return work
 
     def barrier(self) -> None:
         self.group.barrier().wait()

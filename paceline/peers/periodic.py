@@ -22,18 +22,22 @@ class PeriodicExchange(ReplicasExchange):
 
     def started(self, progress: Progress) -> None:
         if not self._due:
-            self._due = progress.steps + self._policy.period(progress)
+            self._due = progress.steps + self.period(progress)
 
     def after_update(self, progress: Progress) -> bool:
         if progress.steps < self._due:
             return False
         stop = self.exchange(progress)
-        self._due = progress.steps + self._policy.period(progress)
+        self._due = progress.steps + self.period(progress)
         return stop
+
+    def period(self, progress: Progress) -> int:
+        """Steps until the next exchange, as the policy decides."""
+        return self._policy.period(progress)
 
     def exchange(self, progress: Progress) -> bool:
         """Exchange what is due; return whether a worker was asked to stop, if all learn it now."""
-        stop = self.average()
+        stop = self.average().stop
         self.agreed()
         return stop
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.peers.averaging import Averager
+from paceline.peers.averaging import Averager, Means, as_real, is_continuous
 from paceline.peers.exchange import BackwardPass, PeersExchange
 from paceline.peers.group import Peers
+from paceline.peers.tensors import send_tensors
 from paceline.policies import Progress
 
 
@@ -28,12 +29,12 @@ class ReplicasExchange(PeersExchange):
     def __init__(self, model: nn.Module, peers: Peers) -> None:
         super().__init__(model, peers)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._averager = Averager(self._trained, self.buffers, peers)
+        self._averager = Averager(peers)
         self._steps = 0  # since all workers had the same parameters
         self._examples = 0  # of this worker in these steps
         self._backward = BackwardPass(0)  # of the update under way
         self._prepared = False  # before_update was called for the update under way
-        self._gradients: list[Tensor | None] | None = None  # from before a pass over borrowed data
+        self._own: tuple[list[Tensor | None], list[Tensor]] | None = None  # gradients and buffers before borrowed data
 
     # For subclasses ---------------------------------------------------------------------------------------
 
@@ -49,9 +50,30 @@ class ReplicasExchange(PeersExchange):
         if self._steps:  # else all workers already have it
             self.average()
 
-    def average(self) -> bool:
-        """Average the models; return whether a worker was asked to stop."""
-        return self._averager.average(weight=self._examples, tag=self._steps, stop=self._backward.stop())
+    def numbers(self) -> Sequence[float]:
+        """What this worker adds to the sums that every average carries along."""
+        return ()
+
+    def average(self) -> Means:
+        """Average parameters and floating-point buffers; other buffers, such as counts, follow worker 0."""
+        buffers = self.buffers()
+        tensors = [as_real(tensor) for tensor in (*self._trained, *buffers) if is_continuous(tensor)]
+        stop, weight, numbers = self._backward.stop(), self.weight(), self.numbers()
+        self._averager.start(tensors, weight=weight, tag=self._steps, stop=stop, numbers=numbers, now=True)
+        means = self._averager.finish()
+        self.follow_counts(buffers)
+        for tensor, mean in zip(tensors, means.values or tensors, strict=True):
+            tensor.copy_(mean)
+        return means
+
+    def weight(self) -> float:
+        """This worker's weight in an average of the models."""
+        return self._examples
+
+    def follow_counts(self, buffers: Sequence[Tensor]) -> None:
+        """Copy worker 0's values of the buffers that have no average."""
+        with self._peers.explain("sending buffers"):
+            send_tensors([buffer for buffer in buffers if not is_continuous(buffer)], self._peers)
 
     def agreed(self) -> None:
         """All workers have the same parameters from now on."""
@@ -63,7 +85,8 @@ class ReplicasExchange(PeersExchange):
         self._leave_out_borrowed()
         self._examples += examples
         if examples == 0:
-            self._gradients = [None if each.grad is None else each.grad.clone() for each in self._trained]
+            gradients = [None if each.grad is None else each.grad.clone() for each in self._trained]
+            self._own = gradients, [buffer.clone() for buffer in self.buffers()]
 
     def begin(self, backward: BackwardPass) -> None:
         self._backward = backward
@@ -101,8 +124,12 @@ class ReplicasExchange(PeersExchange):
         self._steps, self._examples = int(state.get("steps", 0)), int(state.get("examples", 0))
 
     def _leave_out_borrowed(self) -> None:
-        """Restore the gradients from before a pass over borrowed data."""
-        if self._gradients is not None:
-            for parameter, gradient in zip(self._trained, self._gradients, strict=True):
+        """Restore the gradients and buffers from before a pass over borrowed data."""
+        if self._own is not None:
+            gradients, buffers = self._own
+            for parameter, gradient in zip(self._trained, gradients, strict=True):
                 parameter.grad = gradient
-            self._gradients = None
+            with torch.no_grad():
+                for buffer, value in zip(self.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+            self._own = None

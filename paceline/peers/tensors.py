@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.peers.group import Peers
 from paceline.record.state_tree import pack, unpack
@@ -15,16 +15,6 @@ from paceline.record.state_tree import pack, unpack
 def averaged_dtype(value: Tensor) -> torch.dtype:
     """The dtype of an average: floating point, also for integers."""
     return value.dtype if value.is_floating_point() or value.is_complex() else torch.get_default_dtype()
-
-
-def average_into(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> None:
-    """Load the mean of several models' states; other than floating-point values come from the first."""
-    mean = dict(states[0])
-    for name, first in states[0].items():
-        if first.is_floating_point() or first.is_complex():
-            stacked = torch.stack([state[name] for state in states])
-            mean[name] = stacked.to(torch.promote_types(first.dtype, torch.float32)).mean(0).to(first.dtype)
-    model.load_state_dict(mean)
 
 
 def send_tensors(tensors: Sequence[Tensor], peers: Peers) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from paceline.errors import UsageError
+from paceline.policies.ada_comm import AdaComm
 from paceline.policies.ada_sync import AdaSync
 from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
+from paceline.policies.diloco import DiLoCo
+from paceline.policies.downpour import Downpour
+from paceline.policies.elastic import SMA, ElasticPolicy, ElasticRule, SyncEASGD
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
+from paceline.policies.gossip import Gossip
 from paceline.policies.local_sgd import LocalSGD
 from paceline.policies.periodic import Periodic
+from paceline.policies.post_local_sgd import PostLocalSGD
 from paceline.policies.progress import Progress
 from paceline.policies.server import ServerPolicy
 from paceline.policies.ssp import SSP
@@ -16,10 +22,17 @@ from paceline.spec import from_spec
 
 __all__ = [
     "POLICIES",
+    "SMA",
     "SSP",
+    "AdaComm",
     "AdaSync",
     "AllReduce",
     "Async",
+    "DiLoCo",
+    "Downpour",
+    "ElasticPolicy",
+    "ElasticRule",
+    "Gossip",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
@@ -28,14 +41,35 @@ __all__ = [
     "PeersPolicy",
     "Periodic",
     "Policy",
+    "PostLocalSGD",
     "Progress",
     "ServerPolicy",
     "Sync",
+    "SyncEASGD",
     "parse_policy",
 ]
 
-_PEERS: tuple[type[PeersPolicy], ...] = (AllReduce, LocalSGD)
-_SERVER: tuple[type[ServerPolicy], ...] = (Sync, KSync, KBatchSync, Async, KAsync, KBatchAsync, SSP, AdaSync)
+_PEERS: tuple[type[PeersPolicy], ...] = (
+    AllReduce,
+    LocalSGD,
+    PostLocalSGD,
+    AdaComm,
+    DiLoCo,
+    SyncEASGD,
+    SMA,
+    Gossip,
+)
+_SERVER: tuple[type[ServerPolicy], ...] = (
+    Sync,
+    KSync,
+    KBatchSync,
+    Async,
+    KAsync,
+    KBatchAsync,
+    SSP,
+    AdaSync,
+    Downpour,
+)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 
 
@@ -47,6 +81,6 @@ def parse_policy(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    if isinstance(policy, str):
+    if isinstance(policy, str) and policy:
         return from_spec("policy", POLICIES, policy)
     raise UsageError(f"wanted a policy or its text form, got {policy!r}; for example policy={AllReduce.name!r}")

@@ -13,6 +13,7 @@ class Policy:
     """When and how workers synchronise; a subclass is a frozen dataclass and one line in ``POLICIES``."""
 
     name: ClassVar[str]  # as users type it, with hyphens
+    needs_loss: ClassVar[bool] = False  # whether decisions depend on the workers' losses
 
     def __post_init__(self) -> None:
         check_types("policy", self.name, self)
@@ -25,3 +26,8 @@ class Policy:
 @dataclass(frozen=True, kw_only=True)
 class PeersPolicy(Policy):
     """A policy of collective operations over a process group, without a server."""
+
+    @property
+    def processes_per_worker(self) -> int:
+        """How many processes share a worker's device; each is a rank of its own."""
+        return 1

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
+
+
+class PushKind(Enum):
+    """What a push has for each trained parameter."""
+
+    GRADIENT = "gradient"  # of the worker's loss; the server's optimizer steps with it
+    DIFFERENCE = "difference"  # after the worker's own steps, minus as it was read; the server adds it
 
 
 class Push(NamedTuple):
@@ -29,7 +37,7 @@ def pushes_of(workers: Sequence[int], step: int, version: int, examples: int) ->
 
 
 class Commit(NamedTuple):
-    """Update the parameters once, with the weighted sum of the pushes."""
+    """Update the parameters once, with these pushes; the policy's aggregator combines them by their weights."""
 
     pushes: tuple[Push, ...]
     weights: tuple[float, ...]

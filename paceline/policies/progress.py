@@ -11,6 +11,6 @@ class Progress(NamedTuple):
     steps: int = 0  # updates made
     epoch: int = 0  # of the last update, from 0
     rate: float = 0.0  # the learning rate of the next update
-    highest_rate: float = 0.0  # of all so far, the next one included
+    decayed: bool = False  # whether a rate was ever below the highest before it; the rise of a warm-up is no decay
     loss: float | None = None  # the mean over the workers and the policy's last window; None: not known
     first_loss: float | None = None  # the mean over the workers in the run's first step

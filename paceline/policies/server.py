@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from paceline.errors import UsageError
 from paceline.policies.base import Policy
-from paceline.policies.messages import NOTHING, Actions, Push
+from paceline.policies.messages import NOTHING, Actions, Push, PushKind
 from paceline.policies.state import NOT_YET, ServerState
 
 
@@ -23,8 +23,10 @@ class ServerPolicy(Policy, ABC):
     have no step, such as those that just joined.
     """
 
-    needs_loss: ClassVar[bool] = False  # whether decisions depend on the losses of pushes
     adds_up: ClassVar[bool] = False  # whether every commit is ``mean_of`` all pushes since the last, in order
+    kind: ClassVar[PushKind] = PushKind.GRADIENT  # of differences, all steps begin with a Send and none with a Continue
+
+    aggregator: str = "mean"  # how the pushes of a commit combine: the text form of an aggregator
 
     def begin(self, workers: int) -> ServerState:
         """Make the state of a run that expects the workers 0 to ``workers`` - 1."""
@@ -41,6 +43,11 @@ class ServerPolicy(Policy, ABC):
     def restore(self, saved: dict[str, Any]) -> ServerState:
         """Make a state from the result of ``state.as_dict()``."""
         return type(self.new_state()).from_dict(saved)
+
+    @property
+    def local_steps(self) -> int:
+        """The steps that a worker makes with its own optimizer before it pushes their difference."""
+        return 1
 
     @abstractmethod
     def pushes_per_commit(self, workers: int) -> int:

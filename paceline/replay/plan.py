@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,6 +38,7 @@ class RecordedPush:
     told: Pushed
     batches: tuple[RecordedBatch, ...]
     fresh: bool  # False: the worker went on with its own buffers, and not the server's
+    joined: int  # how often its worker had joined
 
     def __str__(self) -> str:
         batches = ", ".join(map(str, self.batches))
@@ -88,6 +89,7 @@ class _Reading:
     def __init__(self) -> None:
         self.plan = Plan()
         self.begun = False
+        self.joined: Counter[int] = Counter()  # by rank: how often
         self.given: dict[int, Given] = {}  # by rank: the step under way
         self.batches: dict[int, list[RecordedBatch]] = {}  # of that step
         self.taken: dict[tuple[int, int], RecordedPush] = {}  # by rank and step: and not committed yet
@@ -100,6 +102,7 @@ class _Reading:
                 case Began():
                     self._begin(record)
                 case Joined():
+                    self.joined[record.rank] += 1
                     self._forget(record.rank)
                 case Given():
                     self.given[record.rank] = record
@@ -149,7 +152,7 @@ class _Reading:
         if not self.plan.first <= version <= self.plan.last or not (given.fresh or self.versions.get(rank) == version):
             raise TraceError(f"worker {rank} pushed step {step} on version {version}, which it cannot have had")
         self.versions[rank] = version
-        push = RecordedPush(record, tuple(self.batches[rank]), given.fresh)
+        push = RecordedPush(record, tuple(self.batches[rank]), given.fresh, self.joined[rank])
         self.taken[rank, step] = push
         self.plan.pushes.append(push)
 

@@ -20,11 +20,13 @@ import torch
 from paceline.errors import UsageError, WireError
 from paceline.launch.environment import ReplayOrder, ServerAssignment
 from paceline.launch.reports import report
+from paceline.policies import ServerPolicy, parse_policy
 from paceline.record import trace as traced
 from paceline.record.fingerprints import hash_of, state_tensors
 from paceline.replay.outcome import Differs, Replayed, ReplayedPush, gradients_of, same_bits
 from paceline.replay.reads import Read, read_versions
 from paceline.server.averages import Average
+from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, examine
 from paceline.store.layout import Arena, ModelLayouts, memory_of
 from paceline.store.parameter_store import ParameterStore
@@ -91,12 +93,15 @@ class ReplayServer:
         self._about, self._records = trace.about, list(trace)
         self._reads = read_versions(self._records)
         self._model = ModelLayouts.describe(train_state.model)
-        self._layouts = ModelLayouts(train_state.model)
+        policy = parse_policy(trace.about["policy"])
+        assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
+        self._policy = policy
+        adds_up = not any(isinstance(record, traced.Chose) for record in self._records)
+        self._rule = replace(CommitRule.of(policy), adds_up=adds_up)
+        self._layouts = ModelLayouts(train_state.model, with_reads=self._rule.with_reads)
         self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
         adopt(self._layouts, self._memory)
-        # Where the policy said of each push what it counts for, all are kept until then.
-        adds_up = not any(isinstance(record, traced.Chose) for record in self._records)
-        self._store = ParameterStore(self._train_state, self._layouts, self._memory, adds_up=adds_up)
+        self._store = ParameterStore(self._train_state, self._layouts, self._memory, self._rule)
         self._shares: list[Share] = []  # that were chosen for the next commit
         self._calls: dict[int, deque[tuple[Peer, wire.Hello]]] = defaultdict(deque)  # of those who want to join
         self._workers: dict[int, _Worker] = {}
@@ -264,6 +269,9 @@ class ReplayServer:
                 incarnation=record.life,
                 slots=self._about["world_size"],
                 epoch=record.epoch,
+                with_reads=self._rule.with_reads,
+                kind=self._policy.kind.value,
+                local_steps=self._policy.local_steps,
             )
         )
 

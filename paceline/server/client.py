@@ -145,6 +145,8 @@ class Client:
     def _make_room(self, welcome: wire.Welcome) -> None:
         if welcome.shards:
             self._meet_others(welcome)
+        elif welcome.with_reads != bool(self._layouts.reads):
+            self._layouts = ModelLayouts(self._model, with_reads=welcome.with_reads)
         if self._memory_file is None:
             self._gradients, self._parameters = Gradients(self._layouts), Parameters(self._layouts)
             self._into = self._came = self._aside = self._parameters.aside

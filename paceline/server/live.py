@@ -14,9 +14,9 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paceline.errors import PacelineError, UsageError, WireError
 from paceline.policies import messages as decided
@@ -29,6 +29,7 @@ from paceline.server.demand import Demand
 from paceline.server.members import Figures, Member
 from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
+from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
 from paceline.store.layout import Arena, ModelLayouts, memory_of
@@ -47,11 +48,11 @@ _LONGEST_ABSENCE = 600.0  # seconds that workers from elsewhere have to miss a s
 _LONGEST_READ = 1.0  # seconds that a worker may take to copy the parameters, beside their size
 _SLOWEST_COPY = 2**30  # bytes in a second
 _MOST_EXAMPLES = 2**32  # of one push: its gradients are multiplied by them
+_MOST_LEFT_OUT = 50  # commits in a row that are too small for the aggregator
 _LONGEST_REASON = 2000  # characters: names in it come from others, and a message has to hold it
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommitSummary:
+class CommitSummary(NamedTuple):
     """One commit, as the metrics tell of it."""
 
     version: int  # after it
@@ -106,7 +107,9 @@ class LiveServer:
         self._trace: Callable[[traced.Record], None] = trace.append if trace is not None else lambda _: None
         self._tracer = trace
         self._model = ModelLayouts.describe(train_state.model)
-        self._layouts = ModelLayouts(train_state.model) if shards is None else shards.layouts
+        self._rule = CommitRule.of(policy)
+        with_reads = self._rule.with_reads
+        self._layouts = ModelLayouts(train_state.model, with_reads=with_reads) if shards is None else shards.layouts
         self._num_trained = len(self._layouts.trained) if shards is None else shards.num_trained
         self._up_bytes = self._layouts.up.nbytes if shards is None else shards.up_bytes
         self._down_bytes = self._layouts.down.nbytes if shards is None else shards.down_bytes
@@ -127,7 +130,7 @@ class LiveServer:
         adopt(self._layouts, self._memory.down, found=found is not None)
         self._memory.version = version
         self._memory.wrote()  # though one who was killed may not have got so far
-        self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, adds_up=policy.adds_up)
+        self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, self._rule)
         self._members: dict[int, Member] = {}
         self._by_peer: dict[Peer, Member] = {}
         self._figures: dict[int, Figures] = {}
@@ -136,6 +139,7 @@ class LiveServer:
         self._start_epoch = queue.epoch
         self._saves: list[tuple[Peer, str]] = []
         self._left_at: float | None = None  # when a worker last left because it was done
+        self._left_out = 0  # commits in a row that were too small for the aggregator
         if found is not None and math.isfinite(patience):
             # All may have left, or be busy and leave without our hearing of it.
             self._patience, self._left_at = max(patience, _LONGEST_ABSENCE), self._now()
@@ -271,6 +275,9 @@ class LiveServer:
                 slots=self._workers,
                 epoch=self._queue.epoch,
                 shards=self._addresses_for(peer),
+                with_reads=self._rule.with_reads,
+                kind=self._policy.kind.value,
+                local_steps=self._policy.local_steps,
             )
         )
 
@@ -483,14 +490,33 @@ class LiveServer:
         else:
             self._commit_with_others(self._shards, shares)
         self._memory.version += 1
-        self._queue.commit(share.push for share in shares)
+        self._queue.commit([share.push for share in shares])
         for (rank, step), weight in () if self._policy.adds_up else shares:
             self._trace(traced.Chose(rank, step, weight))
         self._trace(traced.Committed(self._memory.version, len(commit.pushes), self._now()))
+        self._check_size(commit)
         waiting = len(self._arrived) - len(shares)
         self._double_buffer.after_update(self._memory.version, self._note(), waiting)
         self._memory.wrote()  # not if it has failed: then nobody may read what there is
         self._tell(commit, rate, time.monotonic() - began)
+
+    def _check_size(self, commit: decided.Commit) -> None:
+        """Tell of a commit that the store has left out, since it is too small for the aggregator.
+
+        At the end of the data and after deaths there are such commits; a run that makes no others learns nothing.
+        """
+        aggregator, pushes = self._rule.aggregator, sum(weight != 0 for weight in commit.weights)
+        if pushes >= aggregator.least or not pushes:
+            self._left_out = 0
+            return
+        self._left_out += 1
+        reason = f"a commit of {pushes} pushes is left out, since aggregator {aggregator} needs {aggregator.least}"
+        logger.warning("version %d: %s", self._memory.version, reason)
+        if self._left_out > _MOST_LEFT_OUT:
+            raise PacelineError(
+                f"version {self._memory.version}: {reason}, and so were the {_MOST_LEFT_OUT} before it; "
+                f"{len(self._members)} workers are left: start the run again with more, from its last checkpoint"
+            )
 
     def _keep_from_reading(self) -> None:
         """Let nobody read until the commit is made; it is not the policy's to wait for a worker that is stopped."""

@@ -121,7 +121,7 @@ class OtherParts:
         memories: Sequence[int] | None,
         reached_at: str,
     ) -> None:
-        own, *others = layouts_of(model, 1 + len(welcome.shards))
+        own, *others = layouts_of(model, 1 + len(welcome.shards), with_reads=welcome.with_reads)
         self.own = own  # what the first server holds
         self._starts = starts_of([own, *others])
         self._parts: list[_SharedPart | _DistantPart] = []

@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from paceline.aggregators import parse_aggregator
 from paceline.errors import CommError, WireError
+from paceline.policies.messages import PushKind
+from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
 from paceline.store.layout import Arena, memory_of
@@ -52,6 +55,7 @@ class ShardServer:
         address: str | None = None,
     ) -> None:
         self._train_state = replace(train_state, scaler=None)
+        self._shard, self._servers = shard, servers
         self._layouts = layouts_of(train_state.model, servers)[shard]
         self._store: ParameterStore | None = None
         self._shares: list[Share] = []  # that were chosen for the next commit
@@ -169,11 +173,15 @@ class ShardServer:
         return done
 
     def _begin(self, order: wire.Begin) -> None:
+        aggregator, kind = parse_aggregator(order.aggregator), PushKind(order.kind)
+        rule = CommitRule(adds_up=order.adds_up, aggregator=aggregator, kind=kind)
+        model, servers = self._train_state.model, self._servers
+        self._layouts = layouts_of(model, servers, with_reads=rule.with_reads)[self._shard]
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._file, down=down, up=up, slots=order.workers)
         self._memory.version = order.version
         self._double_buffer = DoubleBuffer(self._file, self._train_state, self._memory.down, HEAD)
-        self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, adds_up=order.adds_up)
+        self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, rule)
         if order.state == 0:
             self._double_buffer.recover(self._double_buffer.note_of(order.version))
             adopt(self._layouts, self._memory.down, found=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.errors import CommError, WireError
 from paceline.server.shard_server import TIME_TO_BE_ENDED
+from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt
 from paceline.store.layout import ModelLayouts
 from paceline.store.memory import SharedMemory
@@ -81,11 +82,11 @@ class Shards:
         token: bytes,
         workers: int,
         version: int,
-        adds_up: bool,
+        rule: CommitRule,
         found: bool = False,
     ) -> None:
         self._train_state, self.addresses, self._clip_norm = train_state, tuple(addresses), train_state.clip_norm
-        self._layouts = layouts_of(train_state.model, 1 + len(memories))
+        self._layouts = layouts_of(train_state.model, 1 + len(memories), with_reads=rule.with_reads)
         self._starts = starts_of(self._layouts)
         self.num_trained = self._starts[-1]
         self.up_bytes, self.down_bytes = (
@@ -102,17 +103,18 @@ class Shards:
             except CommError as error:
                 raise _gone(str(error)) from None
             self._others.append(_Other(number, connection, file, memory))
-        self._begin(version, workers, adds_up=adds_up, found=found)
+        self._begin(version, workers, rule, found=found)
         self.remote_addresses = tuple(other.answer.result.decode() for other in self._others)
 
-    def _begin(self, version: int, workers: int, *, adds_up: bool, found: bool) -> None:
+    def _begin(self, version: int, workers: int, rule: CommitRule, *, found: bool) -> None:
         number, lengths = self._number(), [0] * len(self._others)
         if not found:
             for other, part in self._parts():
                 adopt(part, other.memory.down)
             lengths = [write_state(other.file, self._train_state, part) for other, part in self._parts()]
             self.drop_collected()
-        self._order([wire.Begin(number, version, workers, length, adds_up) for length in lengths])
+        begin = wire.Begin(number, version, workers, 0, rule.adds_up, str(rule.aggregator), rule.kind.value)
+        self._order([begin._replace(state=length) for length in lengths])
         self._wait()
         if found:
             for other, part in self._parts():

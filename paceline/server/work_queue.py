@@ -122,7 +122,7 @@ class WorkQueue:
 
     def _unused(self) -> list[int]:
         """The batches that were handed out and are not used."""
-        return sorted([*self._returned, *(batch for leases in self._leases.values() for batch in leases)])
+        return [*self._returned, *(batch for leases in self._leases.values() for batch in leases)]
 
 
 def _told(data: ShardedSampler) -> str:

@@ -12,12 +12,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import UsageError
-from paceline.launch.environment import asked_policy, take_server_assignment
+from paceline.launch.environment import asked_policy, asked_probe, take_server_assignment
 from paceline.launch.reports import report
 from paceline.policies import PeersPolicy, Policy, ServerPolicy, parse_policy
-from paceline.sessions.checks import as_tuple, check_for_server, check_role, check_settings, check_train_state
+from paceline.sessions.checks import (
+    as_tuple,
+    check_for_server,
+    check_named,
+    check_places,
+    check_role,
+    check_settings,
+    check_train_state,
+)
 from paceline.sessions.nan_guard import OnNaN
 from paceline.sessions.peers import join_peers
+from paceline.sessions.probing import join_for_probe
 from paceline.sessions.request import JoinRequest
 from paceline.sessions.server import host
 from paceline.sessions.session import Session
@@ -80,7 +89,9 @@ def join(
         config: what to put into ``config.json`` beside what the session knows.
         group: the ``torch.distributed`` process group to join; by default the one that the launcher's variables name.
     """
-    check_settings(on_nan=on_nan, save_every=save_every, keep=keep, log_every=log_every, seed=seed)
+    check_settings(on_nan=on_nan, save_every=save_every, keep=keep, log_every=log_every, seed=seed, clip_norm=clip_norm)
+    check_places(run=run, resume=resume, group=group)
+    check_named(stateful=stateful, config=config)
     train_state = TrainState(
         # torch.compile wraps the module; names and state are those of the module inside.
         model=getattr(model, "_orig_mod", model),
@@ -91,7 +102,7 @@ def join(
         stateful=dict(stateful or {}),
     )
     check_train_state(train_state)
-    policy = parse_policy(asked_policy() or policy or "all-reduce")
+    policy = parse_policy(asked_policy() or ("all-reduce" if policy is None else policy))
     assignment = take_server_assignment()
     check_role(policy, assignment)
     return _joiner_of(policy)(
@@ -120,15 +131,21 @@ def join_with_server(request: JoinRequest) -> Session:
         return join_peers(request)
     report("needs server")  # started with us, or now
     report("joined")  # before others are waited for: then one that never joins is found out
-    check_for_server(request.train_state, request.policy)
+    check_for_server(request.train_state, request.policy, assignment.workers)
     check_dealt(request.train_state.model, 1 + len(assignment.shard_fds))  # by whoever comes first
     if assignment.role == "server":
         raise SystemExit(host(request, assignment))
     return join_as_worker(request.train_state, request.model, assignment, policy=request.policy, on_nan=request.on_nan)
 
 
+def join_equals(request: JoinRequest) -> Session:
+    """Join a run without a server; or only a probe before it, which measures how fast it would be."""
+    seconds = asked_probe()
+    return join_peers(request) if seconds is None else join_for_probe(request, seconds)
+
+
 _JOINERS: dict[type[Policy], Callable[[JoinRequest], Session]] = {
-    PeersPolicy: join_peers,
+    PeersPolicy: join_equals,
     ServerPolicy: join_with_server,
 }
 

@@ -46,6 +46,7 @@ class NaNGuard:
 
     on_nan: OnNaN
     locate: Callable[[], Where]
+    each_skips: bool = False  # whether a worker may skip an update that others make
     _buffers: list[Tensor] = field(default_factory=list)  # of the model, as they were before the update
 
     def skips(self, own: float | None, everybody: float | None) -> bool:
@@ -60,7 +61,7 @@ class NaNGuard:
             return False
         where = self.locate()
         together = where.world_size == 1 or (everybody is not None and not math.isfinite(everybody))
-        if self.on_nan == "skip" and not together:
+        if self.on_nan == "skip" and not together and not self.each_skips:
             raise self._error(bad, "workers can only skip together if the loss is recorded before backward()")
         if self.on_nan == "skip":
             return True

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -23,7 +24,7 @@ from paceline.interrupts import OF_SESSIONS, StopRequest
 from paceline.launch.environment import read_rank_and_size, read_world
 from paceline.launch.reports import report, supervised
 from paceline.launch.roster import Status
-from paceline.peers.connect import begin_exchange, device_of, find_peers
+from paceline.peers.connect import begin_exchange, check_processes, device_of, find_peers
 from paceline.peers.exchange import Alone, BackwardPass, Exchange
 from paceline.peers.forming import Forming, RunOverError, take_seat
 from paceline.peers.group import Peers
@@ -36,6 +37,7 @@ from paceline.sessions.reforming import ReformingSession
 from paceline.sessions.request import JoinRequest
 from paceline.sessions.run_state import RunState, open_run
 from paceline.sessions.session import Step
+from paceline.sessions.thread_choice import ThreadChoice
 from paceline.sessions.timing import StepClock
 from paceline.train_state import TrainState
 
@@ -88,6 +90,8 @@ class PeersSession(ReformingSession):
         )
         self._save_every, self._log_every = save_every, log_every
         self._injected_delays: InjectedDelays | None = None  # computing time to inject
+        self._threads: ThreadChoice | None = None  # set where the launcher chose several
+        self._undecided: ThreadChoice | None = None  # the same, until the first update is made
         self._num_bytes = 0  # exchanged in the steps since the last line of metrics
         self._num_bytes_before = 0  # of the update under way, in all
         self._request: StopRequest | None = None  # set where a signal is granted after the update under way
@@ -99,11 +103,12 @@ class PeersSession(ReformingSession):
     def start(self, path: Path | None, resume: bool | str | Path, config: Mapping[str, Any]) -> None:
         """Agree on the run with the others, load what is to be resumed, and open the run."""
         # Worker 0 writes for all; where replicas differ, the others give it their states.
+        self._nan_guard.each_skips = self._exchange.replicas_differ
         self.seed, run_path = self._exchange.share([self.seed, self._run_path and str(self._run_path)])
         self._run_path = run_path and Path(run_path)
         found = self._run_state.resume(path, resume)
         if found is not None:
-            self.steps, self._blocks, self.seed, self._highest_rate = found
+            self.steps, self._blocks, self.seed, self._highest_rate, self._decayed = found
         self._exchange.started(self._progress())
         if self._forming is not None:
             self._data.workers = self._forming.formation.members
@@ -126,6 +131,21 @@ class PeersSession(ReformingSession):
         """Lengthen every block by a time that is drawn from this distribution."""
         self._injected_delays = InjectedDelays(text, unit, seed=self.seed, worker=self.rank)
 
+    def choose_threads(self, threads: int) -> None:
+        """Have one thread of torch in place of so many, if the run's first step is small."""
+        self._threads = ThreadChoice(self._train_state.model, threads)
+        if self._run_state.one_thread is None:
+            self._undecided = self._threads
+        elif self._run_state.one_thread:
+            self._threads.apply()
+
+    def _decide_on_threads(self, choice: ThreadChoice) -> None:
+        self._undecided = None
+        self._run_state.one_thread = self._together(lambda: choice.decide(self._exchange.share))
+        if self._run_state.one_thread:
+            choice.apply()
+            self._write("threads", threads=1)
+
     # The loop ---------------------------------------------------------------------------------------------
 
     def minimize(self, closure: Callable[[], Tensor], *, examples: int | None = None) -> Tensor:
@@ -138,7 +158,9 @@ class PeersSession(ReformingSession):
                 loss = closure()
                 self._hear_others(self._exchange.finish())
                 self._exchange.release()
-                loss = self._exchange.mean(loss.detach(), float(self._examples))
+                # Optimizers of replicas that differ may each evaluate another number of times.
+                differ = self._exchange.replicas_differ
+                loss = loss.detach() if differ else self._exchange.mean(loss.detach(), float(self._examples))
             first = "loss" not in step.recorded
             step.recorded.setdefault("loss", loss)
             self._nan_guard.check_closure(float(loss), first=first)
@@ -178,9 +200,8 @@ class PeersSession(ReformingSession):
 
         return self._data.batches(feed, epochs)
 
-    def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
-        weight = 1.0 if examples is None else float(examples)
-        return self._together(lambda: self._exchange.mean(torch.as_tensor(value).detach(), weight))
+    def _mean(self, value: Tensor, weight: float) -> Tensor:
+        return self._together(lambda: self._exchange.mean(value, weight))
 
     # Saving and telling -----------------------------------------------------------------------------------
 
@@ -190,10 +211,12 @@ class PeersSession(ReformingSession):
                 f"step {self.steps}: save() was called inside a step or between accumulating ones; "
                 "call it after the step that updates the parameters"
             )
+        self._run_state.check_parameters()
         replicas: list[Any] = []
         if self._exchange.replicas_differ:
-            replicas = self._together(lambda: self._exchange.gather(self._run_state.own_part()))
-        return self._run_state.save(self._position(), path, replicas)
+            replicas = self._together(lambda: self._exchange.gather(self._run_state.replica(common=False)))
+        with self.averaged():
+            return self._run_state.save(self._position(), path, replicas)
 
     @property
     def _saves(self) -> bool:
@@ -214,6 +237,8 @@ class PeersSession(ReformingSession):
         finally:
             if self._request is not None:
                 self._request.leave()
+            if self._threads is not None:
+                self._threads.close()
             self._exchange.close()
             if self._forming is not None:
                 self._forming.close(ended_well=not self._failed)
@@ -297,6 +322,8 @@ class PeersSession(ReformingSession):
             step.cancelled = True  # the block cannot be left out; what comes of it is not used
             self._nan_guard.remember_buffers(self._train_state.model, always=True)
         self._enter(step, fresh=fresh)
+        if self._undecided is not None:
+            self._undecided.begin()
         if self._injected_delays is not None:
             time.sleep(self._injected_delays.of_step(self._blocks))
 
@@ -307,6 +334,8 @@ class PeersSession(ReformingSession):
 
     def _end(self, step: Step, error: BaseException | None) -> bool:
         self._current = None
+        if self._undecided is not None:
+            self._undecided.end(failed=error is not None)
         self._accumulating = step.accumulate and error is None and not step.cancelled
         if step.cancelled and (error is None or isinstance(error, LostContactError)):
             self._undo_block()
@@ -369,6 +398,8 @@ class PeersSession(ReformingSession):
 
     def _after_update(self) -> None:
         self._exchange.release()  # a backward pass between steps is the user's own
+        if self._undecided is not None:
+            self._decide_on_threads(self._undecided)
         if self._saves and self._save_every is not None and self.steps % self._save_every == 0:
             self.save()
         if self._stopping or (self.world_size == 1 and self._asked_to_stop()):
@@ -399,7 +430,8 @@ class PeersSession(ReformingSession):
     def _progress(self) -> Progress:
         rate = self._run_state.rate()
         self._highest_rate = max(self._highest_rate, rate)
-        return Progress(self.steps, self.epoch, rate, self._highest_rate)
+        self._decayed = self._decayed or rate < self._highest_rate
+        return Progress(self.steps, self.epoch, rate, self._decayed)
 
     def _update(self, step: Step) -> None:
         if step.closure is not None and self._forming is not None:
@@ -446,12 +478,14 @@ class PeersSession(ReformingSession):
     def _stop(self) -> NoReturn:
         if self._to_be_saved():
             self.save()
-        report("interrupted", step=self.steps, saved=None if self.run is None else str(self.run.path))
+        number = self._request.number if self._request is not None else 0
+        asked_by = (number or signal.SIGTERM) if self._asked_to_stop() else 0  # a handler of the caller's names none
+        report("interrupted", step=self.steps, saved=None if self.run is None else str(self.run.path), signal=asked_by)
         raise KeyboardInterrupt(f"asked to stop after step {self.steps}")
 
 
-def join_peers(request: JoinRequest) -> PeersSession:
-    """Join as one of several equal workers, or alone."""
+def join_peers(request: JoinRequest, kind: type[PeersSession] = PeersSession) -> PeersSession:
+    """Join as one of several equal workers, or alone, in a session of this ``kind``."""
     device = device_of(request.train_state.model)
     seat = None
     if request.group is None and isinstance(request.policy, PeersPolicy):
@@ -459,12 +493,13 @@ def join_peers(request: JoinRequest) -> PeersSession:
     # Before others are waited for: then one that never joins is found out.
     report("joined", survives=seat is not None)
     if seat is None:
-        peers = find_peers(device, group=request.group, rank_and_size=read_rank_and_size())
-        return _join(request, peers, None)
+        peers = find_peers(device, request.policy, group=request.group, rank_and_size=read_rank_and_size())
+        return _join(request, kind, peers, None)
+    check_processes(request.policy, seat.workers)
     forming = Forming(seat, device)
     while True:
         try:
-            return _join(request, forming.form(Status()), forming)
+            return _join(request, kind, forming.form(Status()), forming)
         except LostContactError as lost:
             forming.await_death(lost)
         except RunOverError as error:
@@ -472,7 +507,7 @@ def join_peers(request: JoinRequest) -> PeersSession:
             raise SystemExit(0) from error
 
 
-def _join(request: JoinRequest, peers: Peers | None, forming: Forming | None) -> PeersSession:
+def _join(request: JoinRequest, kind: type[PeersSession], peers: Peers | None, forming: Forming | None) -> PeersSession:
     """Begin the run with all ``peers``, or join those of them that have begun it."""
     model, run = request.train_state.model, request.run
     late = forming is not None and forming.formation.source is not None
@@ -481,7 +516,7 @@ def _join(request: JoinRequest, peers: Peers | None, forming: Forming | None) ->
     try:
         if run is not None and exchange.rank == 0 and not late:
             opened = open_run(run, request.resume, request.keep)
-        session = PeersSession(
+        session = kind(
             request.train_state,
             policy=request.policy,
             exchange=exchange,
@@ -499,8 +534,11 @@ def _join(request: JoinRequest, peers: Peers | None, forming: Forming | None) ->
             session.start_late(peers)
         else:
             session.start(run, request.resume, request.config)
-        if request.assignment is not None and request.assignment.delay is not None:
-            session.inject_delays(*request.assignment.delay)
+        if (assignment := request.assignment) is not None:
+            if assignment.delay is not None:
+                session.inject_delays(*assignment.delay)
+            if assignment.threads is not None and assignment.threads > 1:
+                session.choose_threads(assignment.threads)
         if run is not None and supervised():
             session.hear_stops(OF_SESSIONS)
     except BaseException:

@@ -44,14 +44,14 @@ class ReformingSession(Session):
         self._run_path, self._keep = run_path, keep
         self._operations = 0  # exchanges done with all others
         self._stopping = False  # a worker was asked to stop, and all know it
-        self._highest_rate = 0.0  # learning rate so far
+        self._highest_rate, self._decayed = 0.0, False  # of the learning rates so far
 
     @abstractmethod
     def _progress(self) -> Progress:
         """How far the run has come."""
 
     def _position(self) -> Position:
-        return Position(self.steps, self._blocks, self.seed, self._highest_rate)
+        return Position(self.steps, self._blocks, self.seed, self._highest_rate, self._decayed)
 
     # When an exchange fails -------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class ReformingSession(Session):
 
     def _let_others_in(self) -> None:
         """Form a new group between two steps, if others wait to join."""
-        if self._forming is not None and self._forming.is_due(self._operations, self._exchange.lead):
+        if self._forming is not None and self._forming.is_due(self._operations, self._exchange.lead()):
             self._regroup("step", time.perf_counter(), failed=False)
 
     def _regroup(self, doing: Doing, began: float, kept: Mapping[str, Any] | None = None, *, failed: bool) -> bool:
@@ -133,7 +133,7 @@ class ReformingSession(Session):
         try:
             shared = {
                 "owed": list(self._data.owed),
-                "exchange": {name: kept[name] for name in exchange.shared_names if name in kept},
+                "exchange": {name: kept[name] for name in exchange.common_state if name in kept},
                 "run": self._state(kept) if any(map(formation.copies, range(peers.size))) else None,
             }
             shared = exchange.share(shared if peers.rank == source else None, source)
@@ -143,6 +143,7 @@ class ReformingSession(Session):
             raise
         self._exchange = exchange
         self._run_state.go_on(exchange)
+        self._nan_guard.each_skips = exchange.replicas_differ
         if formation.copies(peers.rank):
             self._copy(shared["run"])
         self._data.owed = tuple(shared["owed"])
@@ -167,7 +168,7 @@ class ReformingSession(Session):
     def _copy(self, state: Mapping[str, Any]) -> None:
         """Have the state of another worker."""
         position = self._run_state.copy(state)
-        self.steps, self._blocks, self.seed, self._highest_rate = position
+        self.steps, self._blocks, self.seed, self._highest_rate, self._decayed = position
         self._data.load_since_exchange(state["since"], lambda worker: worker and Member(*worker))
         self._operations, self._stopping = state["operations"], state["stopping"]
         self._run_path = None if state["run_path"] is None else Path(state["run_path"])

@@ -13,7 +13,6 @@ import torch
 from paceline.data.stream import BatchStream
 from paceline.errors import CheckpointError, UsageError
 from paceline.peers.exchange import Exchange
-from paceline.peers.tensors import average_into
 from paceline.policies import Policy, ServerPolicy, parse_policy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
 from paceline.record.metrics import as_number, length_up_to
@@ -32,7 +31,8 @@ class Position(NamedTuple):
     steps: int  # updates made
     blocks: int  # step blocks entered, accumulating ones too
     seed: int
-    highest_rate: float = 0.0  # learning rate so far; not kept by a server
+    highest_rate: float = 0.0  # learning rate so far; a server does not look at rates
+    decayed: bool = False  # whether a later rate was lower
 
 
 class RunState:
@@ -55,6 +55,7 @@ class RunState:
         self._train_state, self._policy, self._exchange = train_state, policy, exchange
         self._data, self._run, self._seeded, self._nan_guard = data, run, seeded, nan_guard
         self.saved_at: int | None = None  # the step of the run's newest checkpoint, as far as it is of this state
+        self.one_thread: bool | None = None  # whether the first step was found small; None if nobody counted
         self._metrics_bytes = 0  # how much of the metrics is of this run
         self._closed = False
 
@@ -146,7 +147,8 @@ class RunState:
     def _load_position(self, state: Mapping[str, Any]) -> Position:
         self._data.load_state_dict(state["data"])
         session = state["session"]
-        position = Position(session["steps"], session["blocks"], session["seed"], session.get("highest_rate", 0.0))
+        position = Position(*(session[name] for name in Position._fields))
+        self.one_thread = session["one_thread"]
         restore_streams(state["streams"])
         return position
 
@@ -160,15 +162,18 @@ class RunState:
             )
 
     def _load_replica(self, state: Mapping[str, Any]) -> None:
-        """Load this worker's own replica; or their average, if there were others, or if all are to be alike now."""
-        replicas = state.get("replicas") or []
-        as_many = self._exchange.replicas_differ and len(replicas) == self._exchange.world_size
-        own = replicas[self._exchange.rank] if as_many else state
+        """Load this worker's own replica; or the run's answer, if there were more or fewer, or another policy.
+
+        What the exchanges of all workers have in common is in that of worker 0.
+        """
+        replicas, exchange = state["replicas"], self._exchange
+        same_policy = type(parse_policy(state["session"]["policy"])) is type(self._policy)
+        as_many = same_policy and exchange.replicas_differ and len(replicas) == exchange.world_size
+        own = replicas[exchange.rank] if as_many else state
         self._train_state.load_state_dict(own["trainee"])
-        if as_many or not replicas:
-            self._exchange.load_state_dict(own["exchange"])
-        else:
-            average_into(self._train_state.model, [replica["trainee"]["model"] for replica in replicas])
+        exchange.load_state_dict({**state["exchange"], **own["exchange"]} if same_policy else {})
+        if not as_many:
+            exchange.agreed()
 
     # Going on with other workers --------------------------------------------------------------------------
 
@@ -194,13 +199,23 @@ class RunState:
     def save(self, position: Position, path: str | Path | None = None, replicas: Sequence[object] = ()) -> Path | None:
         """Write a checkpoint: into the run's directory, or to ``path``; None on all workers but the first.
 
-        ``replicas`` are the parts of all workers, where they differ.
+        Where replicas differ, ``replicas`` has those of all workers, and the model holds the run's answer.
         """
-        if self._exchange.rank != 0:
+        file = (
+            self._write({**self.state(position), "replicas": list(replicas)}, path)
+            if self._exchange.rank == 0
+            else None
+        )
+        if path is None or file is None:
             self.saved_at = position.steps
-            return None
-        self._nan_guard.check_parameters(self._train_state.model)
-        state = {**self.state(position), "replicas": list(replicas)}
+        return file
+
+    def check_parameters(self) -> None:
+        """Raise if the parameters of this worker are not fit to be saved."""
+        if self._exchange.rank == 0 or self._exchange.replicas_differ:
+            self._nan_guard.check_parameters(self._train_state.model)
+
+    def _write(self, state: Mapping[str, Any], path: str | Path | None) -> Path:
         if path is not None:
             write_checkpoint(Path(path), state)
             return Path(path)
@@ -208,9 +223,7 @@ class RunState:
             raise UsageError("save() after the session's end: its directory may be another's by now; give a path")
         if self._run is None:
             raise UsageError("save() needs a path, or a run directory: join(..., run='runs/mine')")
-        file = self._run.checkpoints.write(position.steps, state)
-        self.saved_at = position.steps
-        return file
+        return self._run.checkpoints.write(state["session"]["steps"], state)
 
     def close(self) -> None:
         """Release the run's directory."""
@@ -218,22 +231,23 @@ class RunState:
         if self._run is not None:
             self._run.close()
 
-    def own_part(self) -> dict[str, object]:
-        """What of the state may differ from worker to worker; with what all have alike on worker 0."""
+    def replica(self, *, common: bool) -> dict[str, object]:
+        """What of the state may differ from worker to worker; or all of it, with what they have in ``common``."""
         exchange = self._exchange.state_dict()
-        for name in self._exchange.shared_names if self._exchange.rank != 0 else ():
-            exchange.pop(name, None)
+        if not common:
+            exchange = {name: value for name, value in exchange.items() if name not in self._exchange.common_state}
         return {"trainee": self._train_state.state_dict(), "exchange": exchange}
 
     def state(self, position: Position) -> dict[str, object]:
         """What a checkpoint holds, beside the replicas of the others."""
         metrics = self._run.metrics if self._run is not None else None
         return {
-            **self.own_part(),
+            **self.replica(common=True),
             "data": self._data.state_dict(),
             "session": {
                 **position._asdict(),
                 "policy": str(self._policy),
+                "one_thread": self.one_thread,
                 "metrics_bytes": metrics.sync() if metrics is not None else 0,
             },
             "streams": capture_streams(),

@@ -31,6 +31,7 @@ from paceline.sessions.nan_guard import NaNGuard, OnNaN, Where
 from paceline.sessions.request import JoinRequest
 from paceline.sessions.run_state import Position, RunState, last_checkpoint, open_run
 from paceline.sessions.shards import open_shards, serve_shard
+from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import read_note
 from paceline.store.memory import mark_over
 from paceline.train_state import TrainState
@@ -128,7 +129,7 @@ class ServerRun:
                     assignment,
                     workers=self.world_size,
                     version=self.steps,
-                    adds_up=self.policy.adds_up,
+                    rule=CommitRule.of(self.policy),
                     found=self._found is not None,
                 )
                 self._trace = self._open_trace()
@@ -205,6 +206,7 @@ class ServerRun:
         """Write a checkpoint: into the run's directory, or to ``path``."""
         with self._whole_state():
             self._note_hash()
+            self._run_state.check_parameters()
             return self._run_state.save(Position(self.steps, self._blocks, self.seed), path)
 
     @contextlib.contextmanager
@@ -255,7 +257,7 @@ class ServerRun:
     def committed(self, commit: CommitSummary) -> None:
         self.steps, self._data.epoch = commit.version, commit.epoch
         if self.steps % self._log_every == 0:
-            values = {name: value for name, value in vars(commit).items() if name not in ("version", "epoch")}
+            values = {name: value for name, value in commit._asdict().items() if name not in ("version", "epoch")}
             self._write("commit", **values)
         if self._save_every is not None and self.steps % self._save_every == 0:
             self.save()

@@ -19,6 +19,7 @@ from paceline.errors import UsageError, check_whole
 from paceline.launch.reports import report, report_failure
 from paceline.policies import Policy
 from paceline.record.run import Run
+from paceline.sessions.checks import as_tensor, as_weight
 from paceline.sessions.nan_guard import NaNGuard, OnNaN, Where
 from paceline.sessions.run_state import last_checkpoint
 from paceline.sessions.timing import StepClock, Timing
@@ -197,12 +198,17 @@ class Session(ABC):
     def _batches(self, source: Any, epochs: int | None, **options: Any) -> Iterator[Any]:
         """Give the batches; the options are those of ``feed.resolve``."""
 
-    @abstractmethod
     def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
         """Average a number or tensor over all workers, weighted by ``examples`` if given.
 
         All must call it; under a server policy equally often in an epoch.
         """
+        where = f"step {self.steps}"
+        return self._mean(as_tensor(where, value), as_weight(where, examples))
+
+    @abstractmethod
+    def _mean(self, value: Tensor, weight: float) -> Tensor:
+        """Average a tensor over all workers by their weights."""
 
     # Saving and telling -----------------------------------------------------------------------------------
 

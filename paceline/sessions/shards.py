@@ -8,12 +8,13 @@ from paceline.interrupts import answered
 from paceline.launch.environment import ServerAssignment
 from paceline.server.shard_server import ShardServer
 from paceline.server.shards import Shards
+from paceline.store.commit_rule import CommitRule
 from paceline.train_state import TrainState
 from paceline.transport.listening import Listener
 
 
 def open_shards(
-    train_state: TrainState, assignment: ServerAssignment, *, workers: int, version: int, adds_up: bool, found: bool
+    train_state: TrainState, assignment: ServerAssignment, *, workers: int, version: int, rule: CommitRule, found: bool
 ) -> Shards | None:
     """Bring up the other servers of the run, if it has any; ``found``: with what the ones before have left behind."""
     if not assignment.shard_fds:
@@ -25,7 +26,7 @@ def open_shards(
         token=bytes.fromhex(assignment.token),
         workers=workers,
         version=version,
-        adds_up=adds_up,
+        rule=rule,
         found=found,
     )
 

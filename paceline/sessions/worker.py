@@ -27,6 +27,7 @@ from paceline.seeding import derive_seed, seed_streams
 from paceline.server.cancellation import Cancellation, StepCancelled
 from paceline.server.client import Client
 from paceline.server.demand import NEWEST_PARAMETERS, OWN_DATA, Demand
+from paceline.server.local_steps import LocalSteps
 from paceline.sessions.nan_guard import OnNaN
 from paceline.sessions.session import Session, Step
 from paceline.sessions.timing import StepClock, Timing
@@ -86,12 +87,15 @@ class WorkerSession(Session):
         self._num_cancelled = 0  # steps of this worker
         self._waited = 0.0
         self._last_block: Step | None = None  # of those that were not cancelled
+        self._welcome = welcome  # another one comes when the worker joins again
+        self._local = LocalSteps(train_state) if welcome.kind == "difference" else None
         self._means = 0  # in this epoch
         self._sampler: ShardedSampler | None = None  # of the data that the server knows of
         self._data_checksum: int | None = None
         self._told_of_options = False
         # Of each group, as join() was given them; None: nobody looks any more.
-        self._settings = [*map(_settings_of, _groups_of(train_state))] if self.rank == 0 else None
+        looks = self.rank == 0 and self._local is None
+        self._settings = [*map(_settings_of, _groups_of(train_state))] if looks else None
         self.steps = welcome.version
 
     # The loop ---------------------------------------------------------------------------------------------
@@ -155,18 +159,21 @@ class WorkerSession(Session):
             self._demand = OWN_DATA
             if self._data.batch is not None:  # broken off between a batch and its step: the server gets it back
                 self._data.batch, self._phase = None, _Phase.NOTHING_ASKED
+                self._undo_local_steps()
         self._begin_epoch(end)
 
     def _next_batch(self) -> tuple[int, int] | None:
         """The batch for the next block, or None if there are no more."""
-        if self._phase is _Phase.STEP_HELD and self._accumulating:
+        if self._phase is _Phase.STEP_HELD and self._under_way and self._asked != self._demand:
+            self._push_rest()  # of a loop that was broken off
+        elif self._phase is _Phase.STEP_HELD and self._under_way:
             more = self._client.more()
             if more is not None and more.batch >= 0:
                 return more.epoch, more.batch
             if more is None:
                 self._give_up()
             else:
-                self._push_accumulated()
+                self._push_rest()
         elif self._phase is _Phase.STEP_HELD:  # no step was made of it
             self._client.skip()
             self._phase = _Phase.STEP_COMES
@@ -180,7 +187,7 @@ class WorkerSession(Session):
                 set_epoch(self.epoch)
             for data in source:
                 yield from self._until_used([data], of_step)
-            while self.epoch + 1 == end and self._accumulating and not self._push_accumulated():
+            while self.epoch + 1 == end and self._under_way and not self._push_rest():
                 again, of_step = of_step, []
                 yield from self._until_used(again, of_step)
             self._begin_epoch(self.epoch + 1)
@@ -195,7 +202,7 @@ class WorkerSession(Session):
             yield data
             if self._num_cancelled > cancelled_before:
                 waiting, of_step[:] = of_step + waiting, []
-            elif not self._accumulating:
+            elif not self._under_way:
                 of_step.clear()
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -219,19 +226,17 @@ class WorkerSession(Session):
                 f"step {self.steps}: refresh() was called between a batch and its step, or between accumulating ones; "
                 "call it after the step that updates the parameters"
             )
+        if self._under_way:
+            self._push_rest()
         self._phase = _Phase.NOTHING_ASKED  # a step that comes is given up
         self._client.ask(NEWEST_PARAMETERS)
         self.steps = self._client.next_step(NEWEST_PARAMETERS).version
 
-    def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
-        tensor = torch.as_tensor(value).detach()
+    def _mean(self, value: Tensor, weight: float) -> Tensor:
         self._means += 1
-        weight = 1.0 if examples is None else float(examples)
-        values = tuple(tensor.reshape(-1).double().tolist())
+        values = tuple(value.reshape(-1).double().tolist())
         averaged = self._client.mean(self.epoch, f"{self.epoch}/{self._means}", weight, values)
-        return (
-            torch.tensor(averaged, dtype=torch.float64).reshape(tensor.shape).to(tensor.device, averaged_dtype(tensor))
-        )
+        return torch.tensor(averaged, dtype=torch.float64).reshape(value.shape).to(value.device, averaged_dtype(value))
 
     def save(self, path: str | Path | None = None) -> Path | None:
         if self._current is not None:
@@ -245,7 +250,9 @@ class WorkerSession(Session):
         """The server is the one that is asked, by a signal, and its workers end with it."""
 
     def _end_well(self) -> None:
-        """The server has what there is to save."""
+        """Push what local steps have changed; the server has the rest of what there is to save."""
+        if self._local_steps_made:
+            self._push_rest()
 
     def _release(self) -> None:
         if self._accumulating and not self._failed:
@@ -261,6 +268,8 @@ class WorkerSession(Session):
 
     def _have_step(self) -> bool:
         """Wait until there is a step to make; False if the server has no more batches."""
+        if self._local_steps_made:
+            self._push_rest()
         if self._phase is not _Phase.STEP_COMES or self._asked != self._demand:
             self._client.ask(self._demand)
             self._asked = self._demand
@@ -271,7 +280,11 @@ class WorkerSession(Session):
         if isinstance(answer, Finished):
             self._phase = _Phase.NOTHING_ASKED
             return False
+        assert answer.fresh or answer.doomed or self._local is None, "local steps have changed the parameters"
         self._go, self._phase = answer, _Phase.STEP_HELD
+        if self._local is not None and self._client.welcome is not self._welcome:
+            self._local.forget()
+            self._welcome = self._client.welcome
         return True
 
     def _begin(self, step: Step) -> None:
@@ -279,16 +292,18 @@ class WorkerSession(Session):
         if self._phase is not _Phase.STEP_HELD or self._asked != self._demand:
             has_step = self._have_step()
             assert has_step, "the server has steps without end for those who have data of their own"
-        fresh = not self._accumulating
+        fresh, computes = not self._under_way, not self._accumulating
         if fresh:
             self._look_at_settings()
             self._blocks = 0
             self._begin_update(keep_buffers=True)
+        elif computes:
+            self._train_state.clear_gradients()
         seed_streams(derive_seed(self.seed, self.rank, "step", self._go.step, self._blocks))
         self._blocks += 1
         self._count_examples(step)
         self._enter(step, fresh=fresh)
-        self._cancellation.arm(self._pause if fresh and self._injected_delays is not None else None)
+        self._cancellation.arm(self._pause if computes and self._injected_delays is not None else None)
 
     def _look_at_settings(self) -> None:
         """Say once that the script changes its optimizer's settings, which are not those that count; worker 0 looks."""
@@ -312,7 +327,7 @@ class WorkerSession(Session):
 
     def _pause(self) -> None:
         assert self._injected_delays is not None
-        self._client.pause(self._injected_delays.of_step(self._go.step))
+        self._client.pause(self._injected_delays.of_step(self._go.step, self._blocks - 1))
 
     def _end(self, step: Step, error: BaseException | None) -> bool:
         self._current = None
@@ -337,30 +352,70 @@ class WorkerSession(Session):
     def _give_up(self) -> None:
         """Leave no trace of the step under way: it was cancelled."""
         self._accumulating = False
+        self._undo_local_steps()
         self._train_state.clear_gradients()
         self._nan_guard.restore_buffers(self._train_state.model)
         self._phase = _Phase.STEP_COMES
         self._num_cancelled += 1
 
-    def _push_accumulated(self) -> bool:
-        """The data has ended: push what was accumulated, as a smaller update; False if its step was cancelled."""
+    @property
+    def _local_steps_made(self) -> int:
+        """Since the last push."""
+        return 0 if self._local is None else self._local.made
+
+    @property
+    def _under_way(self) -> bool:
+        """Whether a step has had blocks, and needs more before it is pushed."""
+        return self._accumulating or self._local_steps_made > 0
+
+    def _undo_local_steps(self) -> None:
+        if self._local is not None:
+            self._local.undo()
+
+    def _push_rest(self) -> bool:
+        """Push what there is of a step, as a smaller one; False if it was cancelled."""
         assert self._last_block is not None
         if self._client.cancelled():
             self._give_up()
             return False
-        self._accumulating = False
-        self._finish(self._last_block)
+        if self._accumulating:
+            self._accumulating = False
+            self._finish(self._last_block)
+        if self._local_steps_made:
+            self._push(self._loss_of(self._last_block))
         return True
 
     def _finish(self, step: Step) -> None:
+        """The gradients of a step, or of a local one, are complete."""
         loss = self._loss_of(step)
         step.skipped = self._nan_guard.skips(loss, loss)
-        self._phase = _Phase.STEP_COMES
         if step.skipped:
-            self._nan_guard.restore_buffers(self._train_state.model)
-            self._client.skip()
+            self._skip()
+        elif self._local is None:
+            self._push(loss)
+        else:
+            self._local.step(self._client.version)
+            if self._local.made == self._welcome.local_steps:
+                self._push(loss)
+
+    def _skip(self) -> None:
+        """Give the step up, and count its batches as used."""
+        self._phase = _Phase.STEP_COMES
+        self._undo_local_steps()
+        self._nan_guard.restore_buffers(self._train_state.model)
+        self._client.skip()
+
+    def _push(self, loss: float | None) -> None:
+        if self._local is not None and not self._local.end():
+            logger.warning(
+                "step %d of worker %d: what its local steps changed is not finite; it is left out",
+                self._go.step,
+                self.rank,
+            )
+            self._skip()
             return
-        with self._unscaled():
+        self._phase = _Phase.STEP_COMES
+        with self._unscaled() if self._local is None else contextlib.nullcontext():
             timing = self._clock.updated(None, self.rank)
             seconds = timing.forward + timing.backward
             self._client.push(examples=self._examples, loss=loss, seconds=seconds)

@@ -26,11 +26,12 @@ def _not_finite(layouts: ModelLayouts, push: Arena) -> str | None:
     for name, view in zip(layouts.trained_names, push.views, strict=False):
         if not bool(torch.isfinite(view).all()):
             return name
-    for buffer, view in zip(layouts.buffers, push.views[len(layouts.trained) :], strict=True):
+    for buffer, view in zip(layouts.buffers, push.views[len(layouts.trained) :], strict=False):
         # What the server has there too belongs to it, such as the infinities of a mask.
         if not bool((torch.isfinite(view) | (view == buffer.to(view.device))).all()):
             return "a buffer"
-    return None
+    reads = push.views[len(push.views) - len(layouts.reads) :]
+    return None if all(bool(torch.isfinite(view).all()) for view in reads) else "a parameter that was read"
 
 
 class Filled(NamedTuple):
@@ -44,7 +45,7 @@ class Filled(NamedTuple):
 def fill_push(layouts: ModelLayouts, push: Arena) -> Filled:
     """Copy a worker's gradients and buffers to where its push is taken from, and look at them on the way."""
     used, finite, checksum = 0, True, 0
-    tensors = [*(parameter.grad for parameter in layouts.trained), *layouts.buffers]
+    tensors = [*(parameter.grad for parameter in layouts.trained), *layouts.buffers, *layouts.reads]
     for index, (tensor, view, padded) in enumerate(zip(tensors, push.views, push.padded, strict=True)):
         if tensor is None:
             view.zero_()
@@ -72,11 +73,10 @@ def adopt(layouts: ModelLayouts, memory: Tensor, *, found: bool = False) -> None
 
 
 def publish(layouts: ModelLayouts, memory: Tensor) -> None:
-    """Copy what does not lie in ``memory`` there."""
-    tensors = [*layouts.parameters, *layouts.buffers]
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    """Copy the tensors of other devices, which cannot lie in ``memory``, there."""
+    if layouts.only_cpu:
         return
-    for tensor, view in zip(tensors, layouts.down.views(memory), strict=True):
+    for tensor, view in zip([*layouts.parameters, *layouts.buffers], layouts.down.views(memory), strict=True):
         if tensor.device.type != "cpu":
             view.copy_(tensor.detach())
 

@@ -27,7 +27,7 @@ class Gradients:
         tensors: list[Tensor | None] = [parameter.grad for parameter in trained]
         for index, gradient in enumerate(tensors):
             used |= (gradient is not None) << index
-        tensors += self._layouts.buffers
+        tensors += [*self._layouts.buffers, *self._layouts.reads]
         lying: dict[int, Tensor] = {}
         for index, (tensor, view) in enumerate(zip(tensors, self._views, strict=True)):
             if tensor is None:

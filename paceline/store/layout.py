@@ -78,12 +78,20 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class ModelLayouts:
-    """What travels: ``down`` the parameters and buffers, ``up`` the gradients of what is trained, and the buffers.
+    """The layouts of what travels: ``down`` of the parameters and buffers, ``up`` of a push.
 
-    Of a server that holds some of the parameters only, those are ``part``; it has no buffers unless told so.
+    A push has the gradients of what is trained, then the buffers, then the trained parameters as its worker read them
+    if it goes ``with_reads``. A server that holds only some of the parameters has those named in ``part``.
     """
 
-    def __init__(self, model: nn.Module, part: Collection[str] | None = None, *, with_buffers: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        part: Collection[str] | None = None,
+        *,
+        with_buffers: bool = True,
+        with_reads: bool = False,
+    ) -> None:
         named = [(name, each) for name, each in model.named_parameters() if part is None or name in part]
         buffers = [buffer for _, buffer in model.named_buffers()] if with_buffers else []
         self.parameters = [parameter for _, parameter in named]
@@ -91,8 +99,10 @@ class ModelLayouts:
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         self.trained_names = [name for name, parameter in named if parameter.requires_grad]
         self._model, self._has_buffers = model, bool(buffers)
+        self.only_cpu = all(tensor.device.type == "cpu" for tensor in [*self.parameters, *buffers])
         self.down = Layout([*self.parameters, *buffers])
-        self.up = Layout([*self.trained, *buffers])
+        self.reads = self.trained if with_reads else []
+        self.up = Layout([*self.trained, *buffers, *self.reads])
 
     @property
     def buffers(self) -> list[Tensor]:

@@ -82,7 +82,8 @@ class SharedMemory:
 
     @property
     def version(self) -> int:
-        return self._word(0)
+        version: int = _WORD.unpack_from(self._mapped)[0]
+        return version
 
     @version.setter
     def version(self, version: int) -> None:
@@ -112,8 +113,10 @@ class SharedMemory:
 
         Workers that read for longer than ``seconds`` are overtaken; those whose copy this makes void are given.
         """
-        began = time.monotonic()
-        held = [] if self._try_lock(0, len(self._ranks)) else list(self._ranks)
+        if not self._patience and self._try_lock(0, len(self._ranks)):
+            self._mapped[_CHANGING] = 1
+            return []
+        began, held = time.monotonic(), list(self._ranks)
         while held := [rank for rank in held if not self._try_lock(rank)]:
             waited = time.monotonic() - began
             if all(waited > self._patience_for(rank, seconds) for rank in held):

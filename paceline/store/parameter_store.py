@@ -1,4 +1,4 @@
-"""The parameters that pushes are committed to: one store for all who drive a policy."""
+"""The parameters that pushes are committed to: all who drive a policy use this one store."""
 
 from __future__ import annotations
 
@@ -7,75 +7,78 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.aggregators import Aggregator, Mean
+from paceline.policies.messages import PushKind
+from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import publish
 from paceline.store.layout import Arena, ModelLayouts
-from paceline.store.pending import KeptPushes, PushKey, RunningMean, Share
+from paceline.store.pending import KeptPushes, Pending, PushKey, RunningMean, Share
 from paceline.store.shard_state import clip
 from paceline.train_state import TrainState
 
 
 class ParameterStore:
-    """Take pushes, and commit those that an action names: the live server, replays and the virtual cluster have one.
+    """Take pushes, and make commits of those that an action names.
 
-    The parameters lie in ``memory`` with the layout ``layouts.down``. If ``adds_up``, every commit is of all pushes
-    taken since the last, weighted by their examples, so that none has to be kept; as ``ServerPolicy.adds_up`` says.
+    The parameters lie in ``memory`` with the layout ``layouts.down``. Pushes have the layout ``layouts.up``.
     """
 
-    def __init__(
-        self,
-        train_state: TrainState,
-        layouts: ModelLayouts,
-        memory: Tensor,
-        *,
-        adds_up: bool,
-        aggregator: Aggregator | None = None,
-    ) -> None:
-        self._train_state, self._layouts, self._memory = train_state, layouts, memory
-        self._adds_up, self._aggregator = adds_up, aggregator or Mean()
+    def __init__(self, train_state: TrainState, layouts: ModelLayouts, memory: Tensor, rule: CommitRule) -> None:
+        self._train_state, self._layouts, self._memory, self._rule = train_state, layouts, memory, rule
         self.forget()
 
     def forget(self) -> None:
-        """Lose the pushes that wait, as a server that was killed has lost them."""
-        self._pending: RunningMean | KeptPushes
-        if self._adds_up and self._aggregator.adds_up:
-            self._pending = RunningMean(self._layouts.up)
+        """Drop the pushes that wait, as they are lost with a server that is killed."""
+        self._pending: Pending
+        if self._rule.keeps_pushes:
+            self._pending = KeptPushes(self._layouts, self._rule.aggregator, self._memory)
         else:
-            self._pending = KeptPushes(self._layouts.up, len(self._layouts.trained), self._aggregator)
+            self._pending = RunningMean(self._layouts.up)
 
     def take(self, key: PushKey, push: Arena, *, examples: int, used: bytes, alone: bool = False) -> None:
-        """Take a push; its memory may change afterwards, unless it is ``alone`` in the commit that follows at once."""
-        with torch.no_grad():
-            self._pending.take(key, push, examples, int.from_bytes(used, "little"), alone=alone)
+        """Take a push. Its memory may be used again at once, unless the next commit is of this push ``alone``."""
+        self._pending.take(key, push, examples, int.from_bytes(used, "little"), alone=alone)
 
-    @torch.no_grad()
     def combine(self, shares: Sequence[Share] | None = None) -> None:
-        """Begin a commit: put what its pushes come to where the optimizer looks for gradients, and into the buffers.
+        """Begin a commit: put the result of its pushes into the parameters' gradients, and into the buffers.
 
-        Without ``shares`` it is the mean of all that were taken, by their examples.
+        Without ``shares`` the commit is of all pushes that wait, weighted by their examples.
         """
         combined = self._pending.combine(shares)
         views, trained = combined.arena.views, self._layouts.trained
         for index, (parameter, gradient) in enumerate(zip(trained, views, strict=False)):
             parameter.grad = gradient.to(parameter.device) if combined.used >> index & 1 else None
-        if combined.counts:
-            for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=True):
-                buffer.copy_(pushed)
+        if combined.counts and len(views) > len(trained):
+            with torch.no_grad():
+                for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=False):
+                    buffer.copy_(pushed)
 
     def update(self, *, norm: float | None = None) -> None:
-        """End the commit: the optimizer steps, and the parameters are where they are read.
+        """End the commit: step the optimizers, or add the differences, and have the parameters in the memory.
 
-        ``norm`` is that of all gradients, where others hold a part of them.
+        ``norm`` is the norm of all gradients, if other servers hold a part of them.
         """
+        if self._rule.kind is PushKind.GRADIENT:
+            self._step(norm)
+        else:
+            self._add()
+        publish(self._layouts, self._memory)
+        for parameter in self._layouts.trained:  # faster than an optimizer's zero_grad, which a profiler can follow
+            parameter.grad = None
+
+    def _step(self, norm: float | None) -> None:
         longest = self._train_state.clip_norm
         if norm is not None and longest is not None:
             clip(self._layouts, longest, norm)
         self._train_state.update(clipped=norm is not None)
-        publish(self._layouts, self._memory)
-        for parameter in self._layouts.trained:  # zero_grad of an optimizer also prepares for a profiler
-            parameter.grad = None
+
+    @torch.no_grad()
+    def _add(self) -> None:
+        for parameter in self._layouts.trained:
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad)
+        self._train_state.step_schedulers()
 
     def commit(self, shares: Sequence[Share] | None = None) -> None:
-        """Make a commit of the pushes that are named, or of all."""
+        """Make a commit of the pushes that are named, or of all that wait."""
         self.combine(shares)
         self.update()

@@ -38,15 +38,16 @@ def check_dealt(model: nn.Module, servers: int) -> None:
         layouts_of(model, servers)
 
 
-def layouts_of(model: nn.Module, servers: int) -> list[ModelLayouts]:
+def layouts_of(model: nn.Module, servers: int, *, with_reads: bool = False) -> list[ModelLayouts]:
     """What each of the servers holds; the first has, beside its share, the buffers and what is not trained."""
     if servers == 1:
-        return [ModelLayouts(model)]
+        return [ModelLayouts(model, with_reads=with_reads)]
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     parts = [{named[index][0] for index in part} for part in deal([each.nbytes for _, each in named], servers)]
     others = set().union(*parts[1:])
     first = {name for name, _ in model.named_parameters()} - others
-    return [ModelLayouts(model, first), *(ModelLayouts(model, part, with_buffers=False) for part in parts[1:])]
+    rest = [ModelLayouts(model, part, with_buffers=False, with_reads=with_reads) for part in parts[1:]]
+    return [ModelLayouts(model, first, with_reads=with_reads), *rest]
 
 
 def starts_of(layouts: Sequence[ModelLayouts]) -> list[int]:

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 from paceline.studies.communication import CommunicationStudy
+from paceline.studies.local_sgd import LocalSGDStudy
 from paceline.studies.optimizers import OptimizersStudy
+from paceline.studies.scaling import ScalingStudy
 from paceline.studies.stragglers import StragglersStudy
 from paceline.studies.study import Study, StudyContext, StudyResult
 from paceline.studies.trade_off import TradeOffStudy
+from paceline.studies.warm_up import WarmUpStudy
 
 __all__ = [
     "STUDIES",
     "CommunicationStudy",
+    "LocalSGDStudy",
     "OptimizersStudy",
+    "ScalingStudy",
     "StragglersStudy",
     "Study",
     "StudyContext",
     "StudyResult",
     "TradeOffStudy",
+    "WarmUpStudy",
 ]
 
 STUDIES: dict[str, type[Study]] = {
-    study.name: study for study in (OptimizersStudy, CommunicationStudy, StragglersStudy, TradeOffStudy)
+    study.name: study
+    for study in (
+        OptimizersStudy,
+        CommunicationStudy,
+        StragglersStudy,
+        TradeOffStudy,
+        WarmUpStudy,
+        LocalSGDStudy,
+        ScalingStudy,
+    )
 }

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.studies.study import StudyContext
-from paceline.virtual.simulate import Scenario, summary
-from paceline.virtual.training import SimulatedTraining, TrainingOutcome, TrainingPlan
+from paceline.virtual.plan import TrainingOutcome, TrainingPlan
+from paceline.virtual.simulate import Scenario, begin, summary
+from paceline.virtual.training import SimulatedTraining, begin_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,10 @@ def run_cases(
     If there are none, a ``KeyboardInterrupt`` is raised that says how far the first scenario was.
     """
     for case in cases:
-        case.check(has_loss=plan is not None)
+        if plan is not None:
+            case.check_training()
+        else:
+            case.check(has_loss=False)
     done: list[tuple[Scenario, TrainingOutcome]] = []
     with context.interrupts.collected() as stop:
         for number, case in enumerate(cases):
@@ -73,7 +77,7 @@ def _run(
             run = _TimesOnly(case, commits)
         else:
             assert seconds is not None
-            run = SimulatedTraining(case, plan, seconds=seconds)
+            run = begin_training(case, plan, seconds=seconds)
         run.finish(stop)
         if not stop:
             return run.outcome()
@@ -86,7 +90,7 @@ class _TimesOnly:
     """A scenario without a problem, with the interface of ``SimulatedTraining``."""
 
     def __init__(self, case: Scenario, commits: int | None) -> None:
-        self._case, self._cluster = case, case.cluster()
+        self._case, self._cluster = case, begin(case)
         self._commits = commits
 
     @property

@@ -20,7 +20,7 @@ from paceline.report.series import Axis, Series
 from paceline.seeding import derive_seed, seed_streams
 from paceline.sessions.join import join
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
-from paceline.training.threads import one_thread
+from paceline.threads import one_thread
 from paceline.training.train import evaluate
 
 # Each rate is the best of a coarse grid (factors of about 3, the best not at its edge): it has the lowest loss on

@@ -11,10 +11,11 @@ from typing import Any
 from paceline.policies import parse_policy
 from paceline.report.series import Series
 from paceline.studies.study import Cell, Column
-from paceline.virtual.formulas import NoFormulaError, iteration_time, mean_staleness
+from paceline.virtual.formulas import STALENESS, NoFormulaError, iteration_time, mean_staleness
+from paceline.virtual.formulas import TIMES as FORMULAS
 from paceline.virtual.links import Link, parse_link
+from paceline.virtual.plan import TrainingOutcome
 from paceline.virtual.simulate import Scenario, as_record
-from paceline.virtual.training import TrainingOutcome
 
 _STALENESS_BINS = 40  # of the plot
 
@@ -64,7 +65,7 @@ def formula_of(case: Scenario) -> float | None:
     """The closed form of the time per commit, if one is known and messages take no time."""
     policy = parse_policy(case.policy)
     name = "sync" if policy.name == "all-reduce" else policy.name
-    if parse_link(case.link) != Link() or name in ("ssp", "ada-sync"):
+    if parse_link(case.link) != Link() or name not in FORMULAS:
         return None
     try:
         return finite(iteration_time(name, case.compute, case.workers, getattr(policy, "k", 1)))
@@ -75,7 +76,7 @@ def formula_of(case: Scenario) -> float | None:
 def staleness_formula(case: Scenario) -> float | None:
     policy = parse_policy(case.policy)
     name = "sync" if policy.name == "all-reduce" else policy.name
-    return None if name in ("ssp", "ada-sync") else mean_staleness(name, case.workers, getattr(policy, "k", 1))
+    return mean_staleness(name, case.workers, getattr(policy, "k", 1)) if name in STALENESS else None
 
 
 def finite(number: float) -> float | None:

@@ -23,10 +23,10 @@ from paceline.studies.outcomes import (
     times_row,
 )
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
-from paceline.training.threads import one_thread
+from paceline.threads import one_thread
 from paceline.virtual.formulas import NoFormulaError
+from paceline.virtual.plan import TrainingOutcome, TrainingPlan
 from paceline.virtual.simulate import Scenario
-from paceline.virtual.training import TrainingOutcome, TrainingPlan
 
 Depth = Literal["formula", "time"]
 COMMITS = 1000
@@ -50,13 +50,13 @@ class Simulation(Study):
     size: str | None = option(None, "Of the parameters, such as 25MB.  [default: the model's]")
     examples: int = option(1, "In a mini-batch; under strong scaling, in that of all workers.")
     scaling: str = option("weak", "weak, or strong: the workers share one mini-batch.")
-    topology: str = option("ring", "Of all-reduce: ring, tree or two-level.")
+    topology: str = option("ring", "Of collectives: ring, tree or two-level.")
     hosts: int = option(1, "Of a two-level topology; link is then between hosts.")
     inside: str = option("instant", "Link inside the hosts.")
     notice: float = option(10.0, "Seconds until a failed worker is noticed.")
     problem: str | None = option(None, "Train this with real gradients.")
     model: str | None = option(None, "Another model than the problem's own.")
-    optimizer: str | None = option(None, "Of the server.  [default: the problem's]")
+    optimizer: str | None = option(None, "Of the server, or of every peer.  [default: the problem's]")
     batch_size: int | None = option(None, "Of each worker.  [default: the problem's]")
     seconds: float | None = option(None, f"Virtual seconds of every run with a problem.  [default: {SECONDS:g}]")
     points: int = option(40, "Evaluations in that time.")

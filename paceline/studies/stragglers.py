@@ -11,10 +11,10 @@ from paceline.report.series import Axis, Series
 from paceline.studies.cases import Runs, run_cases
 from paceline.studies.outcomes import record_of
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
-from paceline.training.threads import one_thread
+from paceline.threads import one_thread
 from paceline.virtual.formulas import NoFormulaError, order_statistic
+from paceline.virtual.plan import TrainingOutcome
 from paceline.virtual.simulate import Scenario
-from paceline.virtual.training import TrainingOutcome
 
 
 @dataclass(frozen=True, kw_only=True)

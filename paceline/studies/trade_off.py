@@ -14,9 +14,9 @@ from paceline.report.series import Axis
 from paceline.studies.cases import run_cases
 from paceline.studies.outcomes import curve_series, finite, record_of
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
-from paceline.training.threads import one_thread
+from paceline.threads import one_thread
+from paceline.virtual.plan import Point, TrainingOutcome, TrainingPlan
 from paceline.virtual.simulate import Scenario
-from paceline.virtual.training import Point, TrainingOutcome, TrainingPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,8 @@ at a version, the replay computes all pushes of that version, and keeps each unt
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from paceline.data.numbered import NumberedBatches
@@ -19,6 +21,7 @@ from paceline.record.fingerprints import checksum_of, hash_of, state_tensors
 from paceline.record.trace import Pushed
 from paceline.replay.outcome import Differs, Replayed, ReplayedPush, Tell, gradients_of, same_bits
 from paceline.replay.plan import Plan, RecordedCommit
+from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt
 from paceline.store.layout import Arena, ModelLayouts
 from paceline.store.parameter_store import ParameterStore
@@ -45,17 +48,26 @@ class ProblemReplay:
         self.version: int = plan.first
         self._committed: list[ComputedPush] = []
         self._plan = plan
-        self.train_state = _make_train_state(config, problem, workers)
-        self._layouts = ModelLayouts(self.train_state.model)
+        policy = parse_policy(config.policy)
+        assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
+        self.train_state = _make_train_state(config, problem, policy, workers)
+        adds_up = all(commit.weights is None for commit in plan.commits)
+        rule = replace(CommitRule.of(policy), adds_up=adds_up)
+        self._layouts = ModelLayouts(self.train_state.model, with_reads=rule.with_reads)
         memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
         adopt(self._layouts, memory)
         self._parameters = self._layouts.down.views(memory)
-        adds_up = all(commit.weights is None for commit in plan.commits)
-        self._store = ParameterStore(self.train_state, self._layouts, memory, adds_up=adds_up)
+        self._store = ParameterStore(self.train_state, self._layouts, memory, rule)
         sampler = training_sampler(config, problem, 1)
         batches = NumberedBatches(problem.train, ShardedSampler(sampler.num_samples, sampler.batch_size, seed=seed))
         _check_data(plan, batches)
-        self._worker = ReplayWorker(config, problem, batches)
+        self._worker = ReplayWorker(
+            config,
+            problem,
+            batches,
+            train_state=_make_train_state(config, problem, policy, workers),
+            rule=rule,
+        )
         self._computed_from = plan.computed_from()
         self._waiting: dict[Pushed, ComputedPush] = {}  # for their commits
         self._free: list[Arena] = []  # memory to be used again
@@ -137,9 +149,7 @@ class ProblemReplay:
         return hash_of(state_tensors(self.train_state.model))
 
 
-def _make_train_state(config: TrainConfig, problem: Problem, workers: int) -> TrainState:
-    policy = parse_policy(config.policy)
-    assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
+def _make_train_state(config: TrainConfig, problem: Problem, policy: ServerPolicy, workers: int) -> TrainState:
     model = make_model(config, problem)
     optimizer = make_optimizer(config.optimizer or problem.recipe.optimizer, model.parameters())
     scheduler = build_scheduler(config, problem, optimizer, server_pace(config, problem, policy, workers))

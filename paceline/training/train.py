@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from paceline.aggregators import aggregator_of
 from paceline.data.feed import DatasetFeed, Fetched
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError, check_whole, unknown_name
@@ -136,6 +137,7 @@ def check_config(config: TrainConfig, problem: Problem, workers: int = 1, server
     policy = parse_policy(config.policy)
     if isinstance(policy, ServerPolicy):
         policy.begin(workers)
+        aggregator_of(policy, workers)
     pick_device(config.device)
     model = problem.make_model()
     check_dealt(model, servers)
@@ -166,9 +168,9 @@ def make_model(config: TrainConfig, problem: Problem) -> nn.Module:
 
 
 def server_pace(config: TrainConfig, problem: Problem, policy: ServerPolicy, workers: int) -> tuple[int, int]:
-    """The expected updates per epoch with a server, and the batches per update."""
-    batches = policy.pushes_per_commit(workers)
-    return -(-training_sampler(config, problem, 1).steps_per_epoch // batches), batches
+    """The expected updates per epoch with a server, and the batches whose mean an update takes."""
+    pushes = policy.pushes_per_commit(workers)
+    return -(-training_sampler(config, problem, 1).steps_per_epoch // (pushes * policy.local_steps)), pushes
 
 
 def build_scheduler(
@@ -375,9 +377,12 @@ def _evaluation_batches(dataset: Dataset[Any], rank: int, world_size: int) -> It
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is the best available."""
+    """The device of that name; ``auto`` is the GPU of this worker's local rank, if there are any."""
+    if name == "auto" and torch.cuda.is_available():
+        world = read_world()
+        return torch.device("cuda", 0 if world is None else world.local_rank % torch.cuda.device_count())
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu")
     try:
         device = torch.device(name)
         torch.ones(1, device=device).item()

@@ -1,4 +1,4 @@
-"""Connect to a server as one who knows the token."""
+"""Connects to a server and proves the join token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.transport.connections import Connection
 from paceline.transport.handshake import Opening
 
 _PAUSE = 0.02  # seconds between two attempts
-_TIME_TO_CONNECT = 2.0  # of one attempt
+_TIME_TO_CONNECT = 2.0  # seconds of one attempt
 
 
 def call(address: str, token: bytes, *, sealed: bool, seconds: float) -> Connection:
-    """Connect and prove the token; raise ``CommError`` if there is no server within so long."""
+    """Connect and prove the token; raise ``CommError`` if no server answers within ``seconds``."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -39,7 +39,7 @@ def call(address: str, token: bytes, *, sealed: bool, seconds: float) -> Connect
 
 
 def prove(connection: Connection, token: bytes, *, sealed: bool, wait: Callable[[], None]) -> None:
-    """Prove the token on a new line, and see it proved; ``wait`` waits until something may have come, or raises."""
+    """Make the handshake on a new connection; ``wait`` waits until something may have come, or raises."""
     opening = Opening(token, sealed=sealed)
     connection.send(opening.hello())
     while (reply := connection.receive()) is None:

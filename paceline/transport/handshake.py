@@ -1,13 +1,13 @@
-"""How a worker and the server prove the join token to each other, whether or not the connection is encrypted.
+"""The handshake of every connection: worker and server prove the join token to each other.
 
 ::
 
-    worker    PL · protocol version · sealed or not · the initiator's message
-    server    the responder's message, or PL · protocol version · why not
-    worker    an empty message under the keys of both
+    worker    PL, protocol version, 1 if messages will be encrypted or 0, the initiator's Noise message
+    server    the responder's Noise message; or PL, protocol version, the reason of a refusal
+    worker    an empty message, encrypted with the new keys
 
-The messages are those of ``paceline.transport.noise``. Its secret is the token's SHA-256, its prologue the fields in
-front. Only the third message proves that the worker's first one was not a copy of an old one.
+``paceline.transport.noise`` makes the Noise messages. Their pre-shared key is the token's SHA-256, their prologue the
+fields before the first one. The third message proves that the first one is not a replay.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REASONS = {
 
 
 class HandshakeRefused(WireError):
-    """A worker's message is not accepted; ``reply`` is what to tell it."""
+    """The server refuses a worker's message; ``reply`` tells the worker why."""
 
     def __init__(self, code: int) -> None:
         super().__init__(_REASONS[code])
@@ -40,7 +40,7 @@ class HandshakeRefused(WireError):
 
 
 class Opening:
-    """The worker's side: send ``hello()``; ``finish(reply)`` gives what to send last, and keys if there is encryption.
+    """The worker's side: send ``hello()``, then the first result of ``finish``; the second is the keys.
 
     >>> opening, answer = Opening(bytes(32), sealed=True), Answer(bytes(32), sealed=True)
     >>> proof, ciphers = opening.finish(answer.reply(opening.hello()))
@@ -53,11 +53,10 @@ class Opening:
         self._hello = fields + self._noise.write()
 
     def hello(self) -> bytes:
-        """Give the message that opens the connection."""
         return self._hello
 
     def finish(self, reply: bytes) -> tuple[bytes, Ciphers | None]:
-        """Check the server's reply; raise ``WireError`` if it refuses or has not the token."""
+        """Check the server's reply; raise ``WireError`` if it is a refusal or made without the token."""
         if len(reply) == _FIELDS.size:
             magic, _, code = _FIELDS.unpack(reply)
             if magic == MAGIC and code in _REASONS:
@@ -74,9 +73,9 @@ class Opening:
 
 
 class Answer:
-    """The server's side: send ``reply(hello)``; ``finish(proof)`` gives the keys.
+    """The server's side: send ``reply(hello)``; ``finish(proof)`` gives the keys, if messages are encrypted.
 
-    Both raise ``HandshakeRefused``. A hello without the token costs a few hashes and no key exchange.
+    Both raise ``HandshakeRefused``. A hello made without the token costs a few hashes and no key exchange.
     """
 
     def __init__(self, token: bytes, *, sealed: bool) -> None:
@@ -86,30 +85,27 @@ class Answer:
 
     @property
     def given(self) -> bool:
-        """Whether the worker has its reply."""
+        """Whether the reply was made."""
         return self._ciphers is not None
 
     def reply(self, hello: bytes) -> bytes:
-        """Answer the first message of a connection."""
         fields, message = hello[: _FIELDS.size], hello[_FIELDS.size :]
         if len(fields) < _FIELDS.size or not fields.startswith(MAGIC):
             raise HandshakeRefused(_GARBLED)
         if fields != self._fields:
             raise HandshakeRefused(_OTHER_SEALING if fields[2] == PROTOCOL else _OTHER_PROTOCOL)
         noise = Handshake(self._secret, fields, initiator=False)
+        reason = _WRONG_TOKEN
         try:
             noise.read(message)
-        except WireError:
-            raise HandshakeRefused(_WRONG_TOKEN) from None
-        try:
+            reason = _GARBLED  # the token is right, the key is not
             reply = noise.write()
         except WireError:
-            raise HandshakeRefused(_GARBLED) from None
+            raise HandshakeRefused(reason) from None
         self._ciphers = noise.split()
         return reply
 
     def finish(self, proof: bytes) -> Ciphers | None:
-        """Take the message that follows the reply; give the keys if messages are encrypted from now on."""
         assert self._ciphers is not None, "the reply comes first"
         try:
             self._ciphers.receive.decrypt(proof)

@@ -1,4 +1,4 @@
-"""The server's ear: sockets, who is connected, whose process has ended; messages in, messages out."""
+"""Receives and sends the server's messages, and notices workers whose connection or process has ended."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from paceline.transport.connections import TIME_TO_TAKE, Connection
 from paceline.transport.handshake import Answer, HandshakeRefused
 from paceline.transport.messages import Alive, Go, Message, Parameters, Part, PushMessage
 from paceline.transport.pieces import Pieces
-from paceline.transport.sockets import address_of, host_of, is_tcp, listen
+from paceline.transport.sockets import address_of, is_tcp, listen
 from paceline.transport.wire import decode, encode
 
 logger = logging.getLogger("paceline")
 
-_PROBE_EVERY = 0.25  # seconds between two looks at connections to other hosts
-_VANISHED_AFTER = 1.0  # seconds without any answer of a host's kernel; with the looks, missed in under 2
-_MOST_NAMELESS = 256  # connections that have not proved the token yet
-_TIME_TO_PROVE = 10.0  # seconds that each has for it
-_MOST_AT_ONCE = 64  # messages of one line before others are heard
+_PROBE_EVERY = 0.25  # seconds between two checks of all connections
+_VANISHED_AFTER = 1.0  # seconds without an acknowledgement; with the checks, a vanished host is noticed in under 2
+_MOST_NAMELESS = 256  # connections that have not proved the token
+_TIME_TO_PROVE = 10.0  # seconds that each of them has
+_MOST_AT_ONCE = 64  # messages of one connection before the others are read
 _LAST_WORDS = 1.0  # seconds for what waits when the server ends
 
 
 def sealed_to(address: str, *, trusted: bool) -> bool:
-    """Whether messages to or from an address are encrypted: what stays on this host is not."""
+    """Whether messages to and from an address are encrypted: only between hosts, unless the network is trusted."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     return not trusted and address.startswith("tcp://") and not _is_this_host(host)
 
@@ -40,23 +40,29 @@ def _is_this_host(host: str) -> bool:
 
 
 class Peer:
-    """One authenticated connection; ``tensors`` is where the tensors that it sends go."""
+    """The other end of a connection, which is heard once it has proved the token.
 
-    def __init__(self, connection: Connection, listener: Listener) -> None:
-        self._connection, self._listener = connection, listener
+    ``tensors`` is the memory for the tensors that it sends.
+    """
+
+    def __init__(self, connection: Connection, listener: Listener, answer: Answer | None = None) -> None:
+        self.connection, self._listener = connection, listener
         self.remote = connection.remote
         self.tensors: Pieces | None = None
+        self.answer = answer  # until it has proved the token
+        self.since = time.monotonic()
+        self.process: int | None = None  # a descriptor of the process that is watched
 
     def send(self, message: Message, tensors: memoryview | None = None) -> None:
-        """Send a message, of which what the peer does not take now waits; that it is gone is heard later."""
+        """Send a message; what the socket does not take waits. Nothing is raised if the peer is gone."""
         overtakes = isinstance(message, Parameters) or (isinstance(message, Go) and message.fresh)
-        self._connection.send(encode(message), None if tensors is None else Pieces(tensors), overtakes=overtakes)
-        if self._connection.waits:
-            self._listener.wait_to_send(self._connection)
+        self.connection.send(encode(message), None if tensors is None else Pieces(tensors), overtakes=overtakes)
+        if self.connection.waits:
+            self._listener.wait_to_send(self)
 
     def receive(self) -> Message | None:
-        """The next message, or None if it has not all come."""
-        received = self._connection.receive(self.tensors)
+        """The next message, or None if it is not complete."""
+        received = self.connection.receive(self.tensors)
         if received is None:
             return None
         message = decode(received.head)
@@ -67,40 +73,30 @@ class Peer:
 
 
 class Ended(NamedTuple):
-    """A process that was watched has ended, or a connection is lost."""
+    """The connection is lost, or the process that is watched has ended."""
 
 
 Heard: TypeAlias = Message | WireError | Ended
 
 
-class _Caller:
-    """A line, and who is at its other end once that is known."""
-
-    def __init__(self, connection: Connection, answer: Answer, host: str) -> None:
-        self.connection, self.answer, self.host = connection, answer, host
-        self.peer: Peer | None = None
-        self.since = time.monotonic()
-
-
 class Listener:
-    """Listens at addresses; who does not know the token is not heard."""
+    """Listens at addresses, and hears peers that have proved the token."""
 
     def __init__(self, token: bytes, *, trusted: bool = False) -> None:
         self._token, self._trusted = token, trusted
         self._selector = selectors.DefaultSelector()
-        self._doors: dict[int, tuple[socket.socket, bool | None]] = {}  # by descriptor; are all lines sealed?
-        self._callers: dict[int, _Caller] = {}
-        self._processes: dict[int, Peer] = {}  # descriptors of processes
-        self._sending: dict[int, Connection] = {}  # of which something waits
-        self._unheard: set[int] = set()  # lines of which more has come than was heard
+        self._doors: dict[int, tuple[socket.socket, bool | None]] = {}  # by descriptor; whether to encrypt, if given
+        self._peers: dict[int, Peer] = {}  # by the descriptor of the connection
+        self._sending: dict[int, Peer] = {}  # those for whom something waits
+        self._unheard: set[int] = set()  # descriptors of connections of which more has come than was heard
         self._next_probe = 0.0
-        self.strangers = 0  # first messages of those who do not know the token
+        self.strangers = 0  # connections refused for want of the token
 
     def bind(self, address: str, *, sealed: bool | None = None) -> str:
-        """Listen at an address, and give it with the port that was found if it had none.
+        """Listen at an address, and return it, with the port that was found for port 0.
 
-        ``ipc://@name`` is for processes of this host and user, ``tcp://...`` for all; there the address that a peer
-        comes from decides whether its messages are encrypted, unless it is given for all.
+        ``ipc://@name`` is for processes of this host and user, ``tcp://...`` for all. By default messages are encrypted
+        between hosts, unless the network is trusted; ``sealed`` sets it for all connections of this address.
         """
         door = listen(address)
         self._doors[door.fileno()] = door, sealed
@@ -108,160 +104,152 @@ class Listener:
         return address_of(door) if is_tcp(door) else address
 
     def watch(self, peer: Peer, process: int) -> bool:
-        """Tell when this process of ours ends; False if it has ended already."""
+        """Give ``Ended`` when this process of this host ends; False if it has already ended."""
         try:
             descriptor = os.pidfd_open(process)
         except ProcessLookupError:
             return False
         except (OSError, OverflowError) as error:
             raise WireError(f"wanted the process of a worker, found number {process}: {error}") from error
-        self._unwatch_all(peer)
-        self._processes[descriptor] = peer
+        self._unwatch(peer)
+        peer.process = descriptor
         self._selector.register(descriptor, selectors.EVENT_READ, peer)
         return True
 
     def forget(self, peer: Peer) -> None:
-        """Hear no more of a peer."""
-        for number in [number for number, caller in self._callers.items() if caller.peer is peer]:
-            self._hang_up(number)
-        self._unwatch_all(peer)
+        """Close a peer's connection, and watch its process no more."""
+        self._unwatch(peer)
+        if self._peers.get(peer.connection.fileno()) is peer:
+            self._hang_up(peer)
 
     def hear(self, seconds: float) -> Iterator[tuple[Peer, Heard]]:
-        """Wait for something to happen, and give all that has happened."""
+        """Wait for events, at most so long, and give all of them."""
         wait = 0.0 if self._unheard else min(seconds, max(0.0, self._next_probe - time.monotonic()))
         ready = self._selector.select(wait)
         unheard, self._unheard = self._unheard, set()
         for number in unheard:
-            yield from self._read_line(number)
+            yield from self._read(number)
         for key, events in ready:
-            number = key.fd
-            if number in self._callers:
-                if number in self._sending and events & selectors.EVENT_WRITE:
-                    self._send_on(number)
+            if key.fd in self._doors:
+                self._accept(*self._doors[key.fd])
+            elif key.fd in self._peers:
+                if key.fd in self._sending and events & selectors.EVENT_WRITE:
+                    self._send_on(key.fd)
                 if events & selectors.EVENT_READ:
-                    yield from self._read_line(number)
-            elif number in self._doors:
-                self._open_door(*self._doors[number])
-            elif (peer := self._processes.get(number)) is not None and peer is key.data:  # else it is another's by now
-                self._unwatch(number)
-                yield peer, Ended()
+                    yield from self._read(key.fd)
+            elif key.data is not None and key.data.process == key.fd:  # else the descriptor was closed in this loop
+                self._unwatch(key.data)
+                yield key.data, Ended()
         yield from self._probe()
 
     def close(self) -> None:
-        """Send what is still to be sent, and be gone."""
-        for descriptor in list(self._processes):
-            self._unwatch(descriptor)
+        """Send what waits, for a second at most, and close everything."""
+        for key in list((self._selector.get_map() or {}).values()):  # None if closed before
+            if key.data is not None:
+                self._unwatch(key.data)
         end = time.monotonic() + _LAST_WORDS
-        for number, caller in list(self._callers.items()):
-            left = max(0.0, end - time.monotonic())
-            self._hang_up(number, left if caller.connection.waits else 0.0)
+        for peer in list(self._peers.values()):
+            self._hang_up(peer, max(0.0, end - time.monotonic()) if peer.connection.waits else 0.0)
         for door, _ in self._doors.values():
             door.close()
         self._doors = {}
         self._selector.close()
 
-    # What is sent ------------------------------------------------------------------------------------------------
+    # Sending -----------------------------------------------------------------------------------------------------
 
-    def wait_to_send(self, connection: Connection) -> None:
-        """Send the rest of what waits on a line when its socket takes it."""
-        number = connection.fileno()
-        if number in self._callers and number not in self._sending:
-            self._sending[number] = connection
+    def wait_to_send(self, peer: Peer) -> None:
+        """Send what waits for a peer when its socket takes it."""
+        number = peer.connection.fileno()
+        if number in self._peers and number not in self._sending:
+            self._sending[number] = peer
             self._selector.modify(number, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
     def keep_what_waits(self) -> None:
-        """Parameters that were given to be sent are about to change: what of them waits is copied."""
-        for connection in self._sending.values():
-            connection.keep_what_waits()
+        """Copy the parameters that wait to be sent, before they change."""
+        for peer in self._sending.values():
+            peer.connection.keep_what_waits()
 
     def _send_on(self, number: int) -> None:
-        connection = self._sending[number]
+        connection = self._sending[number].connection
         connection.flush()
         if not connection.waits:
             del self._sending[number]
             self._selector.modify(number, selectors.EVENT_READ)
 
-    # What is heard -----------------------------------------------------------------------------------------------
+    # Receiving ---------------------------------------------------------------------------------------------------
 
-    def _read_line(self, number: int) -> Iterator[tuple[Peer, Heard]]:
-        caller = self._callers.get(number)
-        if caller is None:
-            return
-        peer = caller.peer or self._meet(number, caller)
-        if peer is None:
+    def _read(self, number: int) -> Iterator[tuple[Peer, Heard]]:
+        peer = self._peers.get(number)
+        if peer is None or (peer.answer is not None and not self._prove(peer, peer.answer)):
             return
         for _ in range(_MOST_AT_ONCE):
-            if self._callers.get(number) is not caller:  # what we gave has led to its end
+            if self._peers.get(number) is not peer:  # the last message led to its end
                 return
             try:
                 message = peer.receive()
             except WireError as error:
-                if not caller.connection.ended:
+                if not peer.connection.ended:
                     yield peer, error
                     continue
                 message = None
             if message is None:
                 break
             yield peer, message
-            if caller.connection.drained and not caller.connection.has_more:
+            if peer.connection.exhausted:
                 return
         else:
-            self._unheard.add(number)  # of no consequence if it is gone
-        if caller.connection.ended and number in self._callers:
-            self._hang_up(number)
+            self._unheard.add(number)
+        yield from self._end_of(peer)
+
+    def _end_of(self, peer: Peer) -> Iterator[tuple[Peer, Heard]]:
+        """Close a peer's connection if it has ended."""
+        if peer.connection.ended and self._peers.get(peer.connection.fileno()) is peer:
+            self._hang_up(peer)
             yield peer, Ended()
 
-    def _meet(self, number: int, caller: _Caller) -> Peer | None:
-        """Go on with the handshake of one who has no name yet; None if it has still none."""
-        connection = caller.connection
+    def _prove(self, peer: Peer, answer: Answer) -> bool:
+        """Continue the handshake; whether it is done."""
         try:
-            received = connection.receive()
-            if received is None:
-                if connection.ended:
-                    self._hang_up(number)
-                return None
-            if not caller.answer.given:
-                connection.send(caller.answer.reply(received.head))
-                return None
-            connection.open(caller.answer.finish(received.head))
+            received = peer.connection.receive()
+            if received is not None and not answer.given:
+                peer.connection.send(answer.reply(received.head))
+            elif received is not None:
+                peer.connection.open(answer.finish(received.head))
+                peer.answer = None
+            elif peer.connection.ended:
+                self._hang_up(peer)
         except WireError as error:
-            self._refuse_stranger(error, caller.host)
+            self._refuse_stranger(error, peer.connection.host)
             if isinstance(error, HandshakeRefused):
-                connection.send(error.reply)
-            self._hang_up(number)
-            return None
-        caller.peer = Peer(connection, self)
-        return caller.peer
+                peer.connection.send(error.reply)
+            self._hang_up(peer)
+        return peer.answer is None
 
-    def _open_door(self, door: socket.socket, sealed: bool | None) -> None:
+    def _accept(self, door: socket.socket, sealed: bool | None) -> None:
         try:
             accepted, _ = door.accept()
-        except OSError:  # gone again, or too many files open
+            connection = Connection(accepted)
+        except OSError:  # the peer has gone, or too many files are open
             return
-        if not is_tcp(accepted) and _user_of(accepted) != os.getuid():
-            accepted.close()
+        if not connection.remote and _user_of(accepted) != os.getuid():
+            connection.close()
             self._refuse_stranger("it belongs to another user")
             return
-        nameless = [number for number, caller in self._callers.items() if caller.peer is None]
+        nameless = [peer for peer in self._peers.values() if peer.answer is not None]
         if len(nameless) >= _MOST_NAMELESS:
             self._hang_up(nameless[0])
-        host = host_of(accepted)
         if sealed is None:
-            sealed = is_tcp(accepted) and not self._trusted and not _is_this_host(host)
-        try:
-            connection = Connection(accepted)
-        except OSError:
-            accepted.close()
-            return
-        self._callers[connection.fileno()] = _Caller(connection, Answer(self._token, sealed=sealed), host)
+            sealed = connection.remote and not self._trusted and not _is_this_host(connection.host)
+        self._peers[connection.fileno()] = Peer(connection, self, Answer(self._token, sealed=sealed))
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
 
-    def _hang_up(self, number: int, linger: float = 0.0) -> None:
-        caller = self._callers.pop(number)
+    def _hang_up(self, peer: Peer, linger: float = 0.0) -> None:
+        number = peer.connection.fileno()
+        del self._peers[number]
         self._selector.unregister(number)
         self._sending.pop(number, None)
         self._unheard.discard(number)
-        caller.connection.close(linger)
+        peer.connection.close(linger)
 
     def _refuse_stranger(self, reason: object, host: str = "") -> None:
         self.strangers += 1
@@ -269,38 +257,33 @@ class Listener:
             whence = f" from {host}" if host else ""
             logger.warning("refused a stranger%s (%d so far): %s", whence, self.strangers, reason)
 
-    # Who is there ------------------------------------------------------------------------------------------------
+    # Checking ----------------------------------------------------------------------------------------------------
 
     def _probe(self) -> Iterator[tuple[Peer, Heard]]:
         now = time.monotonic()
         if now < self._next_probe:
             return
         self._next_probe = now + _PROBE_EVERY
-        for number, caller in list(self._callers.items()):
-            connection, peer = caller.connection, caller.peer
-            if self._callers.get(number) is not caller:
+        for number, peer in list(self._peers.items()):
+            connection = peer.connection
+            if self._peers.get(number) is not peer:
                 continue
-            if peer is None:
-                if now > caller.since + _TIME_TO_PROVE:
-                    self._refuse_stranger(f"it has not proved the token within {_TIME_TO_PROVE:.0f} s", caller.host)
-                    self._hang_up(number)
+            if peer.answer is not None:
+                if now > peer.since + _TIME_TO_PROVE:
+                    self._refuse_stranger(f"it has not proved the token within {_TIME_TO_PROVE:.0f} s", connection.host)
+                    self._hang_up(peer)
                 continue
             if connection.silence.seconds(now) > _VANISHED_AFTER or connection.stuck_for() > TIME_TO_TAKE:
                 connection.give_up()
             elif connection.remote and not connection.waits:
                 peer.send(Alive())
-            if connection.ended:
-                self._hang_up(number)
-                yield peer, Ended()
+            yield from self._end_of(peer)
 
-    def _unwatch_all(self, peer: Peer) -> None:
-        for descriptor in [number for number, known in self._processes.items() if known is peer]:
-            self._unwatch(descriptor)
-
-    def _unwatch(self, descriptor: int) -> None:
-        del self._processes[descriptor]
-        self._selector.unregister(descriptor)
-        os.close(descriptor)
+    def _unwatch(self, peer: Peer) -> None:
+        if peer.process is not None:
+            self._selector.unregister(peer.process)
+            os.close(peer.process)
+            peer.process = None
 
 
 def _user_of(accepted: socket.socket) -> int:

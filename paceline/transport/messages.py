@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 Count: TypeAlias = Annotated[int, "0 to 2^64-1"]
+Kind: TypeAlias = Literal["gradient", "difference"]  # of pushes, as ``policies.messages.PushKind``
 
 
 class Described(NamedTuple):
@@ -118,6 +119,9 @@ class Welcome(NamedTuple):
     slots: Count  # of gradients, in memory that is shared
     epoch: Count  # the first one that is not done
     shards: tuple[str, ...] = ()  # where the other servers are, which hold the rest of the parameters
+    with_reads: bool = False  # a push has also the parameters that it was computed from
+    kind: Kind = "gradient"
+    local_steps: Count = 1  # before a push
 
 
 class Go(NamedTuple):
@@ -218,6 +222,8 @@ class Begin(NamedTuple):
     workers: Count
     state: Count  # bytes of it; 0: what a server that was killed has kept
     adds_up: bool  # as the policy's
+    aggregator: str  # its text form
+    kind: Kind
 
 
 class Examine(NamedTuple):

@@ -1,17 +1,18 @@
-"""The protocol ``Noise_NNpsk0_25519_AESGCM_SHA256`` of the Noise Protocol Framework, revision 34, and nothing else.
+"""The protocol ``Noise_NNpsk0_25519_AESGCM_SHA256`` of the Noise Protocol Framework, revision 34.
 
-Names and numbers of sections are those of https://noiseprotocol.org/noise.html. Both sides know a secret of 32 bytes::
+Names and section numbers are those of https://noiseprotocol.org/noise.html. Both sides know a secret of 32 bytes::
 
-    -> psk, e        the initiator's message: 32 bytes of key, the encrypted payload, a tag of 16 bytes
-    <- e, ee         the responder's, likewise
+    -> psk, e        the initiator's message: a public key of 32 bytes, the encrypted payload, a tag of 16 bytes
+    <- e, ee         the responder's message, of the same form
 
-Then each has two ``CipherState``, one to send and one to receive with.
+Then each side has two ``CipherState``, one to send and one to receive.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import struct
 from typing import NamedTuple
 
 from cryptography.exceptions import InvalidTag
@@ -22,32 +23,33 @@ from paceline.errors import WireError
 
 MOST = 65535  # bytes of a message (section 3)
 TAG = 16
-_NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # as long as a hash, so it is the first one itself (5.2)
+_NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # as long as a hash, so it is the first hash (5.2)
 _DH = 32
 
 
 class CipherState:
-    """A key, and the number of the message that it encrypts or decrypts next (5.1)."""
+    """A key, and the number of the next message that it encrypts or decrypts (5.1)."""
 
     def __init__(self, key: bytes) -> None:
         self._aead = AESGCM(key)
         self._number = 0
 
     def encrypt(self, plain: bytes, ad: bytes = b"") -> bytes:
-        return self._aead.encrypt(self._next(), plain, ad)
+        self._number += 1
+        return self._aead.encrypt(_nonce(self._number - 1), plain, ad)
 
     def encrypt_into(self, plain: memoryview, into: memoryview) -> None:
         """Encrypt into memory that is longer by a tag."""
-        self._aead.encrypt_into(self._next(), plain, None, into)
+        self._number += 1
+        self._aead.encrypt_into(_nonce(self._number - 1), plain, None, into)
 
     def decrypt(self, sealed: bytes, ad: bytes = b"") -> bytes:
-        """Raise ``WireError`` if this is not the next message that the other side has encrypted."""
         into = bytearray(max(0, len(sealed) - TAG))
         self.decrypt_into(memoryview(sealed), memoryview(into), ad)
         return bytes(into)
 
     def decrypt_into(self, sealed: memoryview, into: memoryview, ad: bytes = b"") -> None:
-        """Decrypt into memory that is shorter by a tag; raise ``WireError`` as ``decrypt`` does."""
+        """Decrypt into memory that is shorter by a tag; raise ``WireError`` unless it is the peer's next message."""
         if len(sealed) < TAG:
             raise WireError(f"wanted an encrypted message of at least {TAG} bytes, found {len(sealed)}")
         try:
@@ -56,20 +58,16 @@ class CipherState:
             raise WireError("a message was not encrypted by the peer, or has been changed on its way") from None
         self._number += 1
 
-    def _next(self) -> bytes:
-        self._number += 1
-        return _nonce(self._number - 1)
-
 
 class Ciphers(NamedTuple):
-    """What a handshake leaves at each side."""
+    """The result of a handshake, on each side."""
 
     send: CipherState
     receive: CipherState
 
 
 class Handshake:
-    """One side of the handshake: the initiator writes and reads, the responder reads and writes; then ``split``.
+    """One side of the handshake: the initiator writes, then reads; the responder reads, then writes; both ``split``.
 
     >>> worker, server = (Handshake(bytes(32), b"prologue", initiator=first) for first in (True, False))
     >>> server.read(worker.write(b"payload"))
@@ -83,8 +81,7 @@ class Handshake:
     def __init__(
         self, psk: bytes, prologue: bytes, *, initiator: bool, private: X25519PrivateKey | None = None
     ) -> None:
-        self._initiator = initiator
-        self._private = private
+        self._initiator, self._private = initiator, private
         self._theirs = b""
         self._chaining_key = self.hash = _NAME
         self._mix_hash(prologue)
@@ -104,7 +101,7 @@ class Handshake:
         return public + sealed
 
     def read(self, message: bytes) -> bytes:
-        """The payload of the other side's message; raise ``WireError`` if that side has not the same secret."""
+        """The payload of the other side's message; raise ``WireError`` if that side has another secret."""
         self._theirs, sealed = message[:_DH], message[_DH:]
         self._mix_public(self._theirs)
         if self._initiator:
@@ -118,7 +115,7 @@ class Handshake:
         return Ciphers(first, second) if self._initiator else Ciphers(second, first)
 
     def _mix_public(self, public: bytes) -> None:
-        """The token e, which where there is a psk mixes the key as well (9.2)."""
+        """The token e; with a psk it is mixed into the key too (9.2)."""
         self._mix_hash(public)
         self._mix_key(public)
 
@@ -130,16 +127,14 @@ class Handshake:
         self._cipher = CipherState(key)
 
     def _shared(self) -> bytes:
+        assert self._private is not None, "the own key comes first"
         try:
-            assert self._private is not None, "the own key comes first"
             return self._private.exchange(X25519PublicKey.from_public_bytes(self._theirs))
         except ValueError:
             raise WireError("wanted an X25519 key, found none, or one that makes every secret zero") from None
 
 
-def _nonce(number: int) -> bytes:
-    """Of AES-GCM: four bytes of zero and the number, big endian (12.4)."""
-    return bytes(4) + number.to_bytes(8, "big")
+_nonce = struct.Struct(">4xQ").pack  # of AES-GCM: four bytes of zero and the number, big endian (12.4)
 
 
 def _hkdf(chaining_key: bytes, material: bytes, count: int) -> list[bytes]:

@@ -1,10 +1,10 @@
-"""Bytes that lie in several stretches of memory, sent and received as if they lay in one."""
+"""Bytes in several stretches of memory, sent and received as if they were in one."""
 
 from __future__ import annotations
 
 
 class Pieces:
-    """Stretches of memory, of format "B", one behind the other.
+    """Stretches of memory, of format "B", in the order of their bytes.
 
     >>> pieces = Pieces(memoryview(b"gradi"), memoryview(b"ents"))
     >>> pieces.nbytes, len(pieces.stretches)
@@ -16,12 +16,12 @@ class Pieces:
         self.nbytes = sum(map(len, self.stretches))
 
     def copied(self) -> Pieces:
-        """The same bytes elsewhere: where they lie they are going to change."""
+        """Copy the bytes, before their memory changes."""
         return Pieces(memoryview(b"".join(self.stretches)))
 
 
 def first(stretches: list[memoryview], count: int) -> list[memoryview]:
-    """The stretches of the first so many bytes, or of all if there are fewer."""
+    """The first ``count`` bytes, or all if there are fewer."""
     found: list[memoryview] = []
     for stretch in stretches:
         if count == 0:
@@ -31,13 +31,8 @@ def first(stretches: list[memoryview], count: int) -> list[memoryview]:
     return found
 
 
-def joined(stretches: list[memoryview]) -> memoryview:
-    """The same bytes in one stretch: copied if they lie in several."""
-    return stretches[0] if len(stretches) == 1 else memoryview(b"".join(stretches))
-
-
 def without(stretches: list[memoryview], count: int) -> list[memoryview]:
-    """Stretches without the first so many bytes of them."""
+    """All bytes but the first ``count``."""
     for index, stretch in enumerate(stretches):
         if count < len(stretch):
             return [stretch[count:], *stretches[index + 1 :]]

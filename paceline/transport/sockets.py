@@ -1,69 +1,65 @@
-"""Sockets of the server and its workers: ``ipc://@name`` for processes of one host, ``tcp://host:port`` for all."""
+"""Sockets of the server and its workers: ``ipc://@name`` on one host, ``tcp://host:port`` on one or between several."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import struct
+from collections.abc import Callable
 
 from paceline.errors import CommError, UsageError
 
 _BACKLOG = 1024
-# Of an idle connection whose other host has vanished: the first question after so long, then one by one, then the end.
+# Of an idle connection: seconds before the first probe, seconds between probes, unanswered probes before the end.
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
-_INFO = struct.Struct("<3xB20xI28xI")  # of Linux's tcp_info: probes, unacknowledged segments, ms since the last answer
+_INFO = struct.Struct("<3xB20xI28xI")  # of Linux's tcp_info: probes, unacknowledged segments, ms since the last ACK
 
 
 def connect(address: str, seconds: float) -> socket.socket:
-    """Connect to a server; raise ``OSError`` if it is not there, or not within so long."""
+    """Connect to a server; raise ``OSError`` if that fails or takes longer than ``seconds``."""
     if address.startswith("ipc://"):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(_abstract_name(address))
-        except OSError:
-            connection.close()
-            raise
-        return connection
+        return _unix_socket(address, socket.socket.connect)
     return socket.create_connection(_host_and_port(address), timeout=seconds)
 
 
 def listen(address: str) -> socket.socket:
-    """Listen at an address, of which port 0 is any that is free."""
+    """Listen at an address; port 0 is any free port."""
     try:
-        door = _listen_here(address) if address.startswith("ipc://") else _listen_to_all(address)
+        door = _unix_socket(address, socket.socket.bind) if address.startswith("ipc://") else _tcp_listener(address)
     except (OSError, OverflowError) as error:
         raise CommError(f"the server cannot listen at {address}: {error}; choose another address") from error
+    door.listen(_BACKLOG)
     door.setblocking(False)
     return door
 
 
-def _listen_here(address: str) -> socket.socket:
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _unix_socket(address: str, use: Callable[[socket.socket, str], None]) -> socket.socket:
+    """Make a socket and connect or bind it to a name in the abstract namespace, which is in no file system."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        door.bind(_abstract_name(address))
+        use(made, "\0" + address.removeprefix("ipc://@"))
     except OSError:
-        door.close()
+        made.close()
         raise
-    door.listen(_BACKLOG)
-    return door
+    return made
 
 
-def _listen_to_all(address: str) -> socket.socket:
+def _tcp_listener(address: str) -> socket.socket:
     host, port = _host_and_port(address)
     host = "0.0.0.0" if host == "*" else host
     family, *_, bound = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     both = family == socket.AF_INET6 and host == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server((str(bound[0]), port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    return socket.create_server((str(bound[0]), port), family=family, dualstack_ipv6=both)
 
 
 def address_of(door: socket.socket) -> str:
-    """Where a socket listens that is not of this host alone."""
+    """The address of a TCP socket that listens."""
     host, port = door.getsockname()[:2]
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def host_of(connection: socket.socket) -> str:
-    """The address of the host at the other end, or nothing if it is gone or is this one."""
+    """The IP address of a TCP peer; empty for another kind of peer, or one that has gone."""
     with contextlib.suppress(OSError):
         return str(connection.getpeername()[0]) if is_tcp(connection) else ""
     return ""
@@ -74,60 +70,62 @@ def is_tcp(connection: socket.socket) -> bool:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Make a new connection ready: it never blocks, small messages go at once, a vanished host is missed."""
+    """Set the options of a new connection: never block, send small messages at once, notice a vanished host.
+
+    Close it and raise ``OSError`` if that fails: the peer has gone.
+    """
     connection.setblocking(False)
     if not is_tcp(connection):
         return
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # on other systems than Linux some are missing
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if hasattr(socket, "TCP_CONGESTION") and connection.getsockname()[0] == connection.getpeername()[0]:
-        _do_not_pace(connection)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # some systems lack some
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if hasattr(socket, "TCP_CONGESTION") and connection.getsockname()[0] == connection.getpeername()[0]:
+            _do_not_pace(connection)
+    except OSError:
+        connection.close()
+        raise
 
 
 def _do_not_pace(connection: socket.socket) -> None:
-    """Inside one host nothing is congested: BBR, the choice of many systems, only loses time there by its pauses."""
-    for control in (b"cubic", b"reno"):  # the second is there for everybody
+    """Choose a congestion control without the pauses of BBR, a common default: inside one host they only cost time."""
+    for control in (b"cubic", b"reno"):  # every process may choose the second
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control)
             return
 
 
 class Silence:
-    """For how long the host at the other end of a connection has left unanswered what this one's kernel sent.
+    """Measures for how long the peer's host has acknowledged nothing.
 
-    A process there that does not read is no silence: its kernel answers. So this tells a vanished host from a busy
-    worker, which ``TCP_USER_TIMEOUT`` does not. Only Linux says what it takes.
+    The kernel of a host acknowledges even if its process does not read. So silence means a vanished host, not a busy
+    worker; ``TCP_USER_TIMEOUT`` does not distinguish them. It is known on Linux alone; elsewhere it is always 0.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._asks = is_tcp(connection) and hasattr(socket, "TCP_INFO")
+        self._measures = is_tcp(connection) and hasattr(socket, "TCP_INFO")
         self._looked: float | None = None
         self._since: float | None = None
 
     def seconds(self, now: float) -> float:
-        """Look; who wants to know looks again and again."""
+        """The seconds of silence up to ``now``; it has to be called again and again."""
         before, self._looked = self._looked, now
-        if not self._asks or before is None:
+        if not self._measures or before is None:
             return 0.0
         try:
             found = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         except OSError:
             return 0.0
         probes, unanswered, last = _INFO.unpack(found)
-        if last / 1000 < now - before or (unanswered == 0 and probes < 2):  # a single probe may be on its way
+        if last / 1000 < now - before or (unanswered == 0 and probes < 2):  # one probe may be under way
             self._since = None
             return 0.0
         self._since = self._since or now
         return now - self._since
-
-
-def _abstract_name(address: str) -> str:
-    """The name in the abstract namespace, which leaves nothing in any file system, of ``ipc://@name``."""
-    return "\0" + address.removeprefix("ipc://@")
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.delays.delay import Changed, Delay
 from paceline.errors import UsageError
-from paceline.policies import ServerPolicy
+from paceline.policies import Policy, ServerPolicy
 from paceline.policies.messages import Actions, Cancel, Commit, Continue, Drop, Push, Send, pushes_of
 from paceline.seeding import derive_seed
 from paceline.virtual.agenda import Agenda, Event, Numbers, StepEnds, Times
@@ -75,7 +75,8 @@ class Cluster:
         self.version = 0
         self.state = policy.begin(workers)
         delay.check_workers(workers)
-        self.examples, self._notice = examples, notice
+        self.examples, self._notice = examples, notice  # of a mini-batch
+        self._push_examples = examples * policy.local_steps
         self._random = np.random.Generator(np.random.PCG64(derive_seed(seed, "delays")))
         self._agenda = Agenda(workers)
         self._events: Iterator[Event] = iter(self._agenda)
@@ -103,10 +104,7 @@ class Cluster:
                 return
             still = 0 if at > self.now else still + 1
             if still > patience:
-                raise UsageError(
-                    f"policy {self._policy}: the clock stands still at {at:g} s, since steps under {self._delay} are "
-                    "too short to move it; give longer ones, as in --delays 1"
-                )
+                raise standing_still(self._policy, self._delay, at)
             self.now = at
             if batch.call is not None:
                 batch.call(at)
@@ -138,7 +136,7 @@ class Cluster:
 
     def _end(self, worker: int, step: int, version: int, at: float) -> None:
         """A worker has ended its step and sends its gradient."""
-        loss, examples = (None, self.examples) if self._work is None else self._work.end(worker, step)
+        loss, examples = (None, self._push_examples) if self._work is None else self._work.end(worker, step)
         push = Push(worker, 0, step, version, examples, loss)
         arrives = self.network.push(at)
         if arrives > at:
@@ -152,9 +150,9 @@ class Cluster:
         room = self._policy.room(self.state)
         others = self._agenda.take(batch, room - 1) if room > 1 else []
         if others:
-            pushes = pushes_of([worker, *others], batch.step, batch.version, self.examples)
+            pushes = pushes_of([worker, *others], batch.step, batch.version, self._push_examples)
             self.now = batch.times[batch.given - 1]
-            self.network.bytes_in += len(pushes) * self.network.nbytes
+            self.network.bytes_in += len(pushes) * self.network.pushed
             self._carry_out(self._policy.pushed_together(self.state, pushes, self.now), self.now)
         return bool(others)
 
@@ -201,7 +199,9 @@ class Cluster:
 
     def _begin(self, workers: Numbers, step: int, begin: Times) -> None:
         """Begin the workers' step on the newest parameters, each at its own time."""
-        ends = begin + self._delay.sample(self._random, workers, begin)
+        ends = begin
+        for _ in range(self._policy.local_steps):
+            ends = ends + self._delay.sample(self._random, workers, ends)
         self._versions[workers] = self.version
         self._began[workers] = begin
         self._ends[workers] = ends
@@ -216,7 +216,9 @@ class Cluster:
 
     def _begin_one(self, worker: int, step: int, begin: float, version: int) -> None:
         """The same for one worker, without the cost of arrays."""
-        end = begin + self._draw_one(worker, begin)
+        end = begin
+        for _ in range(self._policy.local_steps):
+            end += self._draw_one(worker, end)
         self._versions[worker] = version
         self._began[worker] = begin
         self._ends[worker] = end
@@ -258,6 +260,14 @@ class Cluster:
     def _stalled(self) -> str:
         waiting = f"{len(self.state.waiting)} of {self.workers} workers wait"
         return f"policy {self._policy} came to a standstill at {self.now:g} s, after {self.version} commits: {waiting}"
+
+
+def standing_still(policy: Policy, delay: Delay, at: float) -> UsageError:
+    """The error of a clock that no step moves."""
+    return UsageError(
+        f"policy {policy}: the clock stands still at {at:g} s, since steps under {delay} are too short to move it; "
+        "give longer ones, as in --delays 1"
+    )
 
 
 @contextlib.contextmanager

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.virtual.agenda import Times
-from paceline.virtual.links import Link
+from paceline.virtual.links import Link, parse_link, ring_bytes
 
 
 class Network(ABC):
-    """Times and counts messages; ``nbytes`` is the size of one set of parameters or gradients."""
+    """Times and counts messages; ``nbytes`` is the size of the parameters, and of a push unless ``pushed`` is."""
 
-    def __init__(self, nbytes: float) -> None:
-        self.nbytes = nbytes
+    def __init__(self, nbytes: float, pushed: float | None = None) -> None:
+        self.nbytes, self.pushed = nbytes, nbytes if pushed is None else pushed
         self.bytes_in = 0.0  # to the server
         self.bytes_out = 0.0  # from the server, or between peers; each byte on the wire counts once
 
@@ -32,7 +32,7 @@ class Instant(Network):
     """Messages take no time; bytes are counted."""
 
     def push(self, at: float) -> float:
-        self.bytes_in += self.nbytes
+        self.bytes_in += self.pushed
         return at
 
     def send(self, at: float, workers: int) -> Times:
@@ -43,15 +43,15 @@ class Instant(Network):
 class ServerLink(Network):
     """All messages pass the server's link, which carries one at a time in each direction, in order of arrival."""
 
-    def __init__(self, link: Link, nbytes: float) -> None:
-        super().__init__(nbytes)
+    def __init__(self, link: Link, nbytes: float, pushed: float | None = None) -> None:
+        super().__init__(nbytes, pushed)
         self._latency = link.latency
-        self._transfer = nbytes / link.bandwidth
+        self._transfer, self._push_transfer = nbytes / link.bandwidth, self.pushed / link.bandwidth
         self._in_free = self._out_free = 0.0
 
     def push(self, at: float) -> float:
-        self.bytes_in += self.nbytes
-        self._in_free = max(at + self._latency, self._in_free) + self._transfer
+        self.bytes_in += self.pushed
+        self._in_free = max(at + self._latency, self._in_free) + self._push_transfer
         return self._in_free
 
     def send(self, at: float, workers: int) -> Times:
@@ -82,3 +82,40 @@ class Collective(Network):
             at += self._exposed(at - self._began)
         self._began = at
         return np.full(workers, at)
+
+
+class PeersNetwork:
+    """The clocks of the workers, and what their messages cost.
+
+    ``all_reduce_seconds`` gives the time of an all-reduce of that many bytes. Collectives go over the links one after
+    the other. A broadcast is half of an all-reduce, and so is an all-gather of as many bytes in all (Thakur et al.,
+    2005). Messages between two workers leave the sender one after the other. Every byte counts ``scale`` times.
+    """
+
+    def __init__(
+        self, workers: int, link: str | Link, all_reduce_seconds: Callable[[float], float], *, scale: float = 1.0
+    ) -> None:
+        self.clocks = np.zeros(workers)
+        self.bytes_in = 0.0  # of a server, which peers have not
+        self.bytes_out = 0.0
+        self._link, self._all_reduce_seconds, self._scale = parse_link(link), all_reduce_seconds, scale
+        self._busy_until = 0.0  # with collectives
+        self._leaves = np.zeros(workers)  # when each worker's last message has left
+
+    def collective(self, ready: float, nbytes: float, share: float) -> float:
+        """When a collective ends whose last worker came at ``ready``; it is this share of an all-reduce."""
+        nbytes *= self._scale
+        self.bytes_out += len(self.clocks) * share * ring_bytes(nbytes, len(self.clocks))
+        self._busy_until = max(ready, self._busy_until) + share * self._all_reduce_seconds(nbytes)
+        return self._busy_until
+
+    def message(self, sender: int, nbytes: float) -> float:
+        """When a message arrives that the sender sends now."""
+        nbytes *= self._scale
+        self.bytes_out += nbytes
+        self._leaves[sender] = max(self.clocks[sender], self._leaves[sender]) + nbytes / self._link.bandwidth
+        return float(self._leaves[sender] + self._link.latency)
+
+    def advance(self, worker: int, to: float) -> None:
+        """Let a worker's clock be at least at this time."""
+        self.clocks[worker] = max(self.clocks[worker], to)

@@ -28,3 +28,10 @@ class Tally:
         for read, count in Counter(map(VERSION, pushes)).items():
             self.staleness[version - read] += count
         self.commit_times.append(at)  # last: an interrupted run is summarized too, and counts commits by this list
+
+    def commit_together(self, workers: int, examples: int, at: float) -> None:
+        """Count one commit of all workers, each on the newest parameters."""
+        self.pushes += workers
+        self.examples += examples
+        self.staleness[0] += workers
+        self.commit_times.append(at)

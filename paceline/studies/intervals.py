@@ -1,0 +1,62 @@
+"""Means over several seeds with their intervals, and what they say about a claim."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Student's t for 95 % on both sides, by degrees of freedom from 1; beyond the last it is a little too cautious.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+class Interval(NamedTuple):
+    """A mean, and half the width of its 95 % interval, which one value alone does not have."""
+
+    mean: float
+    half: float | None
+
+    def show(self, decimals: int = 2) -> str:
+        """The interval as text.
+
+        >>> Interval(1.5, 0.25).show(), Interval(1.5, None).show()
+        ('1.50 +- 0.25', '1.50')
+        """
+        rest = "" if self.half is None else f" +- {self.half:.{decimals}f}"
+        return f"{self.mean:.{decimals}f}{rest}"
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean of independent values, with Student's 95 % interval.
+
+    >>> interval([1.0, 2.0, 3.0]).show()
+    '2.00 +- 2.48'
+    """
+    count = len(values)
+    mean = statistics.fmean(values)
+    if count < 2 or not math.isfinite(mean):
+        return Interval(mean, None)
+    error = statistics.stdev(values) / math.sqrt(count)
+    return Interval(mean, _STUDENT[min(count - 1, len(_STUDENT)) - 1] * error)
+
+
+def verdict(claim: str, advantages: Sequence[float], unit: str, *, at_least: float = 0.0, decimals: int = 2) -> str:
+    """Say whether a claim holds, given by how much it does with each seed.
+
+    It holds if the whole interval is above ``at_least``, its opposite if it is below; else nothing is shown.
+
+    >>> verdict("A is below B", [1.0, 1.2, 1.1], "points")
+    'A is below B: holds (by 1.10 +- 0.25 points, 3 seeds).'
+    >>> verdict("A is below B", [1.0, -1.2, 1.1], "points")
+    'A is below B: not shown (by 0.30 +- 3.23 points, 3 seeds).'
+    """
+    found = interval(advantages)
+    if found.half is None:
+        return f"{claim}: one seed shows nothing (by {found.show(decimals)} {unit})."
+    word = "not shown"
+    if found.mean - found.half > at_least:
+        word = "holds"
+    elif found.mean + found.half < at_least:
+        word = "does not hold"
+    return f"{claim}: {word} (by {found.show(decimals)} {unit}, {len(advantages)} seeds)."

@@ -1,0 +1,135 @@
+"""Warm-up of the learning rate at a large batch, as in the deck's "Different Warmup Methods"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import UsageError
+from paceline.report.series import Axis
+from paceline.schedules import ScheduleConfig
+from paceline.studies.arms import Arm, Trials, check_counts, error, load_first, note_on, run_arms
+from paceline.studies.intervals import verdict
+from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+
+BASELINE = "small batch"
+# Top-1 errors in % of ResNet-50 on ImageNet, batch 256 and 8k; the deck leaves out the third (Goyal et al., table 2).
+PUBLISHED = {
+    BASELINE: "23.60 +- 0.12",
+    "none": "24.84 +- 0.37",
+    "constant": "25.88 +- 0.56",
+    "gradual": "23.74 +- 0.09",
+}
+WARMUPS = ("none", "constant", "gradual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUpStudy(Study):
+    """Train with a large batch at a rate scaled linearly with it, without warm-up, with a constant and a gradual one.
+
+    Near the largest stable rate the error should be lowest with a gradual warm-up, close to that of the small batch,
+    and highest with a constant one. The last notes say whether it is so at each rate.
+    """
+
+    name: ClassVar[str] = "warm-up"
+    title: ClassVar[str] = "Warm-up at a large batch"
+
+    problem: str = option("mnist", "What to train on; digits needs no data.")
+    model: str = option("net2", "The network.")
+    examples: int | None = option(None, "Training examples to use, the first ones.  [default: all]")
+    batch_size: int = option(32, "Of the baseline, and of each worker.")
+    workers: int = option(32, "How many times larger the large batch is.")
+    rates: tuple[float, ...] = option((0.02, 0.06, 0.1), "Learning rates for the small batch.")
+    epochs: int = option(10, "Of every run; the rate falls to a tenth after a half and again after three quarters.")
+    warmup_epochs: float = option(1.0, "Epochs of the warm-up, which starts at the small batch's rate.")
+    seeds: int = option(5, "Runs of every line.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "batch_size", "workers", "epochs", "seeds")
+        if not self.rates or min(self.rates) <= 0:
+            raise UsageError(f"study {self.name!r}: rates must be above 0, as in --rates 0.02,0.06, got {self.rates}")
+        if len(set(self.rates)) < len(self.rates):
+            raise UsageError(f"study {self.name!r}: a rate was named twice")
+
+    def run(self, context: StudyContext) -> StudyResult:
+        problem = load_first(self.problem, self.model, self.examples, context)
+        trials = run_arms([arm for rate in self.rates for arm in self._arms(rate)], problem, self.seeds, context)
+        return StudyResult(
+            study=self,
+            seed=context.seed,
+            columns=(
+                Column(name="rate"),
+                Column(name="warm-up"),
+                Column(name="kn"),
+                Column(name="scaled rate"),
+                Column(name="error %"),
+                Column(name="training loss"),
+                Column(name="published error %"),
+            ),
+            rows=tuple(self._row(arm, trials) for arm in trials.arms()),
+            x_axis=Axis(label="epoch"),
+            y_axis=Axis(label="test error (%)", scale="log"),
+            series=tuple(trials.curve(arm, error) for arm in trials.arms()),
+            notes=(*self._notes(), *(note for rate in self.rates for note in self._verdicts(rate, trials))),
+            records=tuple(trial.as_record() for trial in trials.done),
+            missing=trials.interrupted_at,
+            interrupted=trials.interrupted_at is not None,
+        )
+
+    def _arms(self, rate: float) -> list[Arm]:
+        """The baseline, and the three ways to begin."""
+        return [self._arm(rate, BASELINE, "none", 1), *(self._arm(rate, way, way, self.workers) for way in WARMUPS)]
+
+    def _arm(self, rate: float, name: str, warmup: str, factor: int) -> Arm:
+        return Arm(
+            name=name,
+            group=f"rate {rate:g}",
+            optimizer=f"sgd(lr={rate!r}, momentum=0.9, nesterov=true, weight_decay=0.0001)",
+            epochs=self.epochs,
+            batch_size=self.batch_size * factor,
+            schedule=ScheduleConfig(
+                warmup=warmup,
+                warmup_epochs=self.warmup_epochs,
+                decay="step",
+                decay_epochs=(self.epochs / 2, 3 * self.epochs / 4),
+                base_batch=self.batch_size,
+            ),
+            points=self.epochs,
+        )
+
+    def _row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
+        rate = float(arm.group.removeprefix("rate "))
+        return (
+            rate,
+            arm.name,
+            arm.batch_size,
+            rate * arm.batch_size / self.batch_size,
+            trials.mean(arm, lambda trial: trial.error).show(),
+            trials.mean(arm, lambda trial: trial.train_loss).show(3),
+            PUBLISHED[arm.name],
+        )
+
+    def _verdicts(self, rate: float, trials: Trials) -> list[str]:
+        baseline, none, constant, gradual = self._arms(rate)
+        claims = [
+            ("gradual has a lower error than none", none, gradual),
+            ("none has a lower error than constant", constant, none),
+            ("gradual has a higher error than the small batch", gradual, baseline),
+        ]
+        found = [
+            (claim, trials.differences(higher, lower, lambda trial: trial.error)) for claim, higher, lower in claims
+        ]
+        return [verdict(f"Rate {rate:g}, {claim}", values, "points") for claim, values in found if values]
+
+    def _notes(self) -> tuple[str, ...]:
+        return (
+            'After "Different Warmup Methods" in the lecture on large batches (Goyal et al., 2017, table 2). The '
+            "published errors are of ResNet-50 on ImageNet, kn = 256 and 8k; the deck's table leaves out that of the "
+            "constant warm-up.",
+            f"{self.problem}, {self.model}, {self.epochs} epochs, SGD with Nesterov momentum 0.9 and weight decay "
+            f"0.0001. The large batch is that of k = {self.workers} workers with n = {self.batch_size}, computed by "
+            "one worker on the joined batch, which all-reduce equals. The rate is scaled by k; a warm-up begins at the "
+            f"small batch's rate and takes {self.warmup_epochs:g} epochs.",
+            note_on(self.seeds),
+        )
