@@ -6,6 +6,7 @@
   ``RunInUseError``       another live process owns the run directory
   ``NonFiniteLossError``  the loss became NaN or infinite
   ``CommError``           other workers could not be reached, or did not do as this one (also a ``RuntimeError``)
+    ``LostContactError``  an exchange with the other workers failed: one of them may have died
   ``WireError``           bytes from another process are not what they should be
 """
 
@@ -41,6 +42,10 @@ class CommError(PacelineError, RuntimeError):
 
     Programs on ``torch.distributed`` expect a ``RuntimeError`` here.
     """
+
+
+class LostContactError(CommError):
+    """An exchange with the other workers failed: one of them may have died."""
 
 
 class WireError(PacelineError):

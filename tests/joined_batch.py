@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.connect import begin_exchange
 from paceline.peers.exchange import BackwardPass
 from paceline.peers.group import Peers
 from paceline.policies import AllReduce
@@ -184,7 +184,7 @@ def train_on_workers(
     """One worker's part."""
     model = copy_for(group, template)
     optimizer = make_optimizer(model)
-    exchange = AllReduceExchange(model, peers_of(group), policy)
+    exchange = begin_exchange(model, policy, peers_of(group))
     for batches in dealt:
         mine = batches[group.rank()]
         total = sum(map(len, batches)) if known_total else None

@@ -79,7 +79,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["train", "quadratic", "--workers", "2", "--policy", "async", "--servers", "9"],
         "1 trained tensors cannot be dealt out to 9 servers",
     ),
-    "respawn without a server": (["train", "--workers", "2", "--respawn"], "--respawn wants a policy with a parameter"),
 }
 
 

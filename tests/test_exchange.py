@@ -16,13 +16,13 @@ from same_bits import assert_same, difference
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.peers.all_reduce import AllReduceExchange
-from paceline.peers.exchange import BackwardPass
+from paceline.peers.connect import begin_exchange
+from paceline.peers.exchange import BackwardPass, Exchange
 from paceline.policies import AllReduce
 
 
-def exchange_of(model: nn.Module, group: Any) -> AllReduceExchange:
-    return AllReduceExchange(model, peers_of(group), AllReduce())
+def exchange_of(model: nn.Module, group: Any) -> Exchange:
+    return begin_exchange(model, AllReduce(), peers_of(group))
 
 
 # The model at the start ---------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def sampler(batch_size: int, **options: Any) -> ShardedSampler:
 
 
 def alone(loader: Iterable[Any]) -> LoaderFeed:
-    return LoaderFeed(loader, world_size=1, largest=int)
+    return LoaderFeed(loader, several=False, largest=int)
 
 
 def data_of(fetched: Iterator[Fetched]) -> list[Any]:
@@ -166,7 +166,7 @@ def test_an_endless_loader_may_be_left_and_entered() -> None:
     stream, feed = BatchStream(), alone(DataLoader(Endless(), 2))
     seen: list[list[int]] = []
     for stop in (3, 5):
-        for batch in stream.batches(feed, None):
+        for batch in stream.batches(lambda: feed, None):
             stream.use()
             seen.append(batch.tolist())
             if len(seen) == stop:
@@ -179,9 +179,9 @@ def test_an_endless_loader_may_be_left_and_entered() -> None:
 def test_a_stream_goes_on_where_its_state_says(by_loader: bool, taken: int, step_done: bool) -> None:
     """Behind the last batch that was used; one that was only handed out comes again."""
     feed: Feed = alone(DataLoader(DATASET, 10)) if by_loader else DatasetFeed(DATASET, sampler(10))
-    whole = list(BatchStream().batches(feed, 4))
+    whole = list(BatchStream().batches(lambda: feed, 4))
     stream = BatchStream()
-    batches = stream.batches(feed, 4)
+    batches = stream.batches(lambda: feed, 4)
     for number in range(taken):
         next(batches)
         if step_done or number < taken - 1:
@@ -190,21 +190,21 @@ def test_a_stream_goes_on_where_its_state_says(by_loader: bool, taken: int, step
     other = BatchStream()
     other.load_state_dict(state)
     done = taken if step_done or not taken else taken - 1
-    assert_same(list(other.batches(feed, 4)), whole[done:])
+    assert_same(list(other.batches(lambda: feed, 4)), whole[done:])
     assert other.epoch == 4
 
 
 def test_epochs_are_counted_by_whoever_goes_through_them() -> None:
     feed = DatasetFeed(DATASET, sampler(10))
     stream = BatchStream()
-    seen = [(epoch, len(list(stream.batches(feed, None)))) for epoch in stream.epochs(3)]
+    seen = [(epoch, len(list(stream.batches(lambda: feed, None)))) for epoch in stream.epochs(3)]
     assert seen == [(0, 4), (1, 4), (2, 4)]
     assert list(stream.epochs(3)) == []
     assert list(stream.epochs(5)) == [3, 4]  # a body that takes no batches
-    assert len(list(stream.batches(feed, 7))) == 8
-    assert list(stream.batches(feed, 7)) == []
+    assert len(list(stream.batches(lambda: feed, 7))) == 8
+    assert list(stream.batches(lambda: feed, 7)) == []
 
 
 def test_the_epoch_under_way_is_told() -> None:
     feed, stream = DatasetFeed(DATASET, sampler(20)), BatchStream()
-    assert [stream.epoch for _ in stream.batches(feed, 3)] == [0, 0, 1, 1, 2, 2]
+    assert [stream.epoch for _ in stream.batches(lambda: feed, 3)] == [0, 0, 1, 1, 2, 2]

@@ -149,7 +149,7 @@ def test_a_checkpoint_that_worker_0_cannot_read_stops_all(world: World, tmp_path
             return type(error).__name__
         return "nothing"
 
-    assert world(2, work, timeout=2) == ["CheckpointError", "CommError"]
+    assert world(2, work, timeout=2) == ["CheckpointError", "LostContactError"]
 
 
 def test_a_checkpoint_between_accumulating_steps_is_of_the_last_update(world: World, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import CommError, PacelineError, UsageError
-from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.connect import begin_exchange
 from paceline.peers.exchange import BackwardPass
 from paceline.policies import AllReduce
 
@@ -226,7 +226,7 @@ def test_another_total_on_one_worker_is_an_error(world: World) -> None:
 
     def work(group: Any) -> bool:
         model = two_layers()
-        exchange = AllReduceExchange(model, peers_of(group), AllReduce())
+        exchange = begin_exchange(model, AllReduce(), peers_of(group))
         exchange.begin(BackwardPass(examples=2, total=4 + group.rank()))
         try:
             backward(model(torch.ones(1, 2)).sum())

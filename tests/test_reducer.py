@@ -26,8 +26,8 @@ from same_bits import assert_same
 from torch import Tensor, nn
 
 from paceline.errors import CommError
-from paceline.peers.all_reduce import AllReduceExchange
 from paceline.peers.buckets import plan_buckets
+from paceline.peers.connect import begin_exchange
 from paceline.peers.exchange import BackwardPass
 from paceline.policies import AllReduce
 
@@ -81,7 +81,7 @@ def test_gradients_are_aligned_views_of_a_few_buckets(world: World, case: str, s
 
     def work(group: Any) -> None:
         model = copy_for(group, template)
-        exchange = AllReduceExchange(model, peers_of(group), AllReduce(first_bucket_mb=25))
+        exchange = begin_exchange(model, AllReduce(first_bucket_mb=25), peers_of(group))
         storages: list[set[int]] = []
         for _ in range(4):
             model.zero_grad(set_to_none=set_to_none)
@@ -126,7 +126,7 @@ def test_freezing_and_unfreezing_on_all_workers_keeps_averages_right(world: Worl
     def work(group: Any) -> nn.Module:
         model = copy_for(group, template)
         optimizer = momentum(model)
-        exchange = AllReduceExchange(model, peers_of(group), AllReduce(bucket_cap_mb=0.0001))
+        exchange = begin_exchange(model, AllReduce(bucket_cap_mb=0.0001), peers_of(group))
         for step, batches in enumerate(dealt):
             freeze(model, step)
             optimizer.zero_grad()
@@ -146,9 +146,10 @@ def test_freezing_and_unfreezing_on_all_workers_keeps_averages_right(world: Worl
 def test_all_parameters_frozen_is_an_exchange_of_nothing(world: World) -> None:
     def work(group: Any) -> list[Tensor | None]:
         model = nn.Linear(2, 2).requires_grad_(False)
-        exchange = AllReduceExchange(model, peers_of(group), AllReduce())
+        exchange = begin_exchange(model, AllReduce(), peers_of(group))
         exchange.begin(BackwardPass(examples=3, total=None, loss=lambda: 2.0))
         outcome = exchange.finish()
+        assert outcome is not None
         assert (outcome.examples, outcome.loss) == (6, 2.0)
         return [parameter.grad for parameter in model.parameters()]
 
@@ -171,7 +172,7 @@ def test_another_order_of_buckets_on_one_worker_is_found(
     def work(group: Any) -> str:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # parameters of equal sizes: nothing else would tell
         with pytest.raises(CommError, match="other gradient buckets than worker 0") as caught:
-            exchange = AllReduceExchange(model, peers_of(group), AllReduce(bucket_cap_mb=0))
+            exchange = begin_exchange(model, AllReduce(bucket_cap_mb=0), peers_of(group))
             for _ in range(2):
                 exchange.begin(BackwardPass(examples=1, total=2))
                 backward(model(torch.ones(1, 2)).sum())

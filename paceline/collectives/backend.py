@@ -119,12 +119,22 @@ class ProcessGroup(PythonGroup):
     """
 
     def __init__(
-        self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str, part: Sequence[int] = ()
+        self,
+        store: c10d.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        part: Sequence[int] = (),
+        **options: Any,
     ) -> None:
-        """``part`` has the group's ranks in the world, if it is only a part of it; messages name them."""
+        """``part`` has the group's ranks in the world, if it is only a part of it; messages name them.
+
+        The options are those of ``SharedGroup``.
+        """
         super().__init__(store, rank, size, timeout, name)
         title = f"{name} (ranks {', '.join(map(str, part))})" if part else name
-        self._shared = SharedGroup(store, rank, size, timeout=timeout.total_seconds(), name=title)
+        self._shared = SharedGroup(store, rank, size, timeout=timeout.total_seconds(), name=title, **options)
         self._announcer = Announcer(name)
 
     def shutdown(self) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, cast
 
-from paceline.collectives.segment import Store, check_ranks, meet, memory_objection
+from paceline.collectives.segment import Store, Watch, check_ranks, meet, memory_objection, watch_nothing
 from paceline.errors import UsageError, unknown_name
 from paceline.native import _core
 
@@ -83,7 +83,8 @@ class Ticket:
 class SharedGroup:
     """The ranks of one host that call the collectives together; ``name`` must be new in the store.
 
-    Errors name the ranks by ``numbers``, if they are part of a larger group.
+    Errors name the ranks by ``numbers``, if they are part of a larger group. ``watch`` is called now and then while the
+    ranks meet, and raises to give up.
     """
 
     def __init__(
@@ -95,10 +96,11 @@ class SharedGroup:
         timeout: float = 1800.0,
         name: str = "paceline",
         numbers: Sequence[int] | None = None,
+        watch: Watch = watch_nothing,
     ) -> None:
         check_ranks(rank, size)
         self.rank, self.size, self.name = rank, size, name
-        meeting = meet(store, rank, size, timeout=timeout, name=name)
+        meeting = meet(store, rank, size, timeout=timeout, name=name, watch=watch)
         self._group = _core.join(
             meeting.file, rank, size, meeting.cores, timeout, name, meeting.life, numbers or range(size)
         )

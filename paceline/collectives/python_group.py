@@ -30,7 +30,7 @@ def reduction_named(op: Any) -> str:
     return name
 
 
-def _nccl(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def nccl_backend(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return c10d.ProcessGroupNCCL(c10d.PrefixStore("cuda", store), rank, size, options)
@@ -38,7 +38,7 @@ def _nccl(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 # Backends for tensors of other devices; made only if the device exists.
 OTHER_DEVICES: dict[str, tuple[Callable[[], bool], Callable[..., Any]]] = {
-    "cuda": (lambda: torch.cuda.is_available() and dist.is_nccl_available(), _nccl),
+    "cuda": (lambda: torch.cuda.is_available() and dist.is_nccl_available(), nccl_backend),
 }
 
 

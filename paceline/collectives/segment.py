@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from paceline.native import _core
 _DESCRIPTORS_PER_MESSAGE = 200
 _HELLO_BYTES = 256
 _LONGEST = 1e9  # seconds, 30 years; sockets and stores refuse much longer timeouts
+_LOOK = 0.1  # seconds between two calls of a watch
 
 
 class Store(Protocol):
@@ -56,7 +57,14 @@ def host_identity() -> str:
     return f"{boot}/net:{Path('/proc/self/ns/net').stat().st_ino}/user:{os.getuid()}"
 
 
-def meet(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Meeting:
+def watch_nothing() -> None:
+    """The watch of ranks that wait for the others until the timeout."""
+
+
+Watch = Callable[[], None]  # called now and then while ranks are waited for; it raises to give up
+
+
+def meet(store: Store, rank: int, size: int, *, timeout: float, name: str, watch: Watch = watch_nothing) -> Meeting:
     """Wait for all ranks and connect them. Keys in the store start with the group's name."""
     with contextlib.ExitStack() as undo:
         try:
@@ -66,13 +74,13 @@ def meet(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Me
         undo.callback(os.close, own)
         deadline = time.monotonic() + min(timeout, _LONGEST)
         if rank == 0:
-            meeting = _host(store, size, own, deadline, name)
+            meeting = _host(store, size, own, deadline, name, watch)
         else:
-            meeting = _visit(store, rank, size, own, deadline, name)
+            meeting = _visit(store, rank, size, own, deadline, name, watch)
     return meeting
 
 
-def _host(store: Store, size: int, own: int, deadline: float, name: str) -> Meeting:
+def _host(store: Store, size: int, own: int, deadline: float, name: str, watch: Watch) -> Meeting:
     address, token = f"\0paceline-{secrets.token_hex(16)}", secrets.token_hex(16)
     cores = len(os.sched_getaffinity(0))
     with contextlib.ExitStack() as on_failure, _listening(address, size) as listener:
@@ -86,7 +94,7 @@ def _host(store: Store, size: int, own: int, deadline: float, name: str) -> Meet
             while len(visitors) < size - 1:
                 missing = sorted(set(range(1, size)) - set(visitors))
                 connection = _accept(
-                    listener, deadline, f"group {name!r}: rank 0 timed out waiting for ranks {missing}"
+                    listener, deadline, f"group {name!r}: rank 0 timed out waiting for ranks {missing}", watch
                 )
                 connections.enter_context(connection)
                 _receive_hello(connection, token, visitors, life, size)
@@ -98,9 +106,9 @@ def _host(store: Store, size: int, own: int, deadline: float, name: str) -> Meet
     return Meeting(file, order, cores)
 
 
-def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: str) -> Meeting:
+def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: str, watch: Watch) -> Meeting:
     greeting = json.loads(
-        _told(store, f"{name}/address", deadline, f"group {name!r}: rank {rank} timed out waiting for rank 0")
+        _told(store, f"{name}/address", deadline, f"group {name!r}: rank {rank} timed out waiting for rank 0", watch)
     )
     if greeting["host"] != host_identity():
         raise CommError(
@@ -121,12 +129,22 @@ def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: 
     return Meeting(descriptors[0], descriptors[1:], cores)
 
 
-def _told(store: Store, key: str, deadline: float, lateness: str) -> bytes:
-    try:
-        store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    except RuntimeError as error:
-        raise CommError(f"{lateness}, whose address is not in the store; is it running? ({error})") from error
-    return store.get(key)
+def _told(store: Store, key: str, deadline: float, lateness: str, watch: Watch) -> bytes:
+    while True:
+        watch()
+        try:
+            store.wait([key], timedelta(seconds=_until(deadline, watch)))
+        except RuntimeError as error:
+            if time.monotonic() >= deadline:
+                raise CommError(f"{lateness}, whose address is not in the store; is it running? ({error})") from error
+        else:
+            return store.get(key)
+
+
+def _until(deadline: float, watch: Watch) -> float:
+    """Seconds to wait before the next look: to the deadline, if there is nothing to watch."""
+    left = max(0.001, deadline - time.monotonic())
+    return left if watch is watch_nothing else min(left, _LOOK)
 
 
 def _connect(connection: socket.socket, address: str, deadline: float) -> None:
@@ -158,14 +176,18 @@ def _listening(address: str, size: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _accept(listener: socket.socket, deadline: float, lateness: str) -> socket.socket:
-    listener.settimeout(max(0.001, deadline - time.monotonic()))
-    try:
-        connection, _ = listener.accept()
-    except TimeoutError as error:
-        raise CommError(f"{lateness}; are they running?") from error
-    connection.settimeout(5)
-    return connection
+def _accept(listener: socket.socket, deadline: float, lateness: str, watch: Watch) -> socket.socket:
+    while True:
+        watch()
+        listener.settimeout(_until(deadline, watch))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError as error:
+            if time.monotonic() >= deadline:
+                raise CommError(f"{lateness}; are they running?") from error
+        else:
+            connection.settimeout(5)
+            return connection
 
 
 def _receive_hello(

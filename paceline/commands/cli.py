@@ -144,7 +144,7 @@ def train(
     **options: Any,
 ) -> None:
     """Train a built-in PROBLEM, or the one that a Python file makes (path/to/file.py)."""
-    asking = "--respawn" if respawn else "--servers" if servers > 1 else None
+    asking = "--servers" if servers > 1 else None
     if resume is None:
         needs_server(options["policy"], asking, workers)  # before torch is imported
     from paceline.launch.service import ServerOptions

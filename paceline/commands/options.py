@@ -24,7 +24,7 @@ def delay_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--delay-unit", metavar="TIME", help="What 1 means in --delay, such as 40ms.  [default: 1s]"),
         click.option("--delay", metavar="DELAY", help='Time to add to each step, such as "1+exp(0.5) slow(3, 5)".'),
-        click.option("--respawn", is_flag=True, help="Under a server, replace workers that are killed."),
+        click.option("--respawn", is_flag=True, help="Replace workers that are killed."),
     ):
         command = option(command)
     return command

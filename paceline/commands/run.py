@@ -60,7 +60,7 @@ def run(
         )
     if address is not None and servers != 1:
         raise UsageError("--servers is for the command that starts the servers; with --join HOST:PORT they already run")
-    asking = {"--respawn": respawn, "--join": address is not None, "--servers": servers > 1}
+    asking = {"--join": address is not None, "--servers": servers > 1}
     here = workers if address is None else None  # with --join, other hosts may have more
     needed = needs_server(policy, next((option for option, asked in asking.items() if asked), None), here)
     server = ServerOptions(

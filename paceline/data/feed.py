@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -35,6 +36,15 @@ class Fetched:
     consumed: int  # the feed's position after this batch
 
 
+class Used(NamedTuple):
+    """One batch of every worker, as far as all workers know of it."""
+
+    epoch: int
+    start: int  # the position before it
+    workers: tuple[Hashable, ...]  # whose batches they were, by rank
+    owed: tuple[int, ...]  # samples taken once more at the epoch's end, as known then
+
+
 class Feed(Protocol):
     """A source of batches that can start at any position of an epoch."""
 
@@ -43,8 +53,24 @@ class Feed(Protocol):
         """The unit of its positions, such as samples."""
         ...
 
-    def start(self, epoch: int, consumed: int) -> Iterator[Fetched]:
-        """Go to position ``consumed`` of ``epoch`` at once, and return an iterator over the batches after it."""
+    @property
+    def shared(self) -> bool:
+        """Whether a position is one of all workers, from which any number of them can go on."""
+        ...
+
+    def start(self, epoch: int, consumed: int, owed: tuple[int, ...] = ()) -> Iterator[Fetched]:
+        """Go to position ``consumed`` of ``epoch`` at once, and return an iterator over the batches after it.
+
+        ``owed`` are samples that a shared feed gives once more at the epoch's end.
+        """
+        ...
+
+    def take_back(self, batches: Sequence[Fetched]) -> None:
+        """Give these batches again, if positions are this worker's own."""
+        ...
+
+    def samples_of(self, workers: Collection[Hashable], used: Sequence[Used]) -> list[int]:
+        """The samples that these workers had in batches of a shared feed."""
         ...
 
     def capture(self) -> dict[str, Any]:
@@ -64,6 +90,7 @@ class DatasetFeed:
     """
 
     unit = "samples"
+    shared = True
 
     def __init__(
         self,
@@ -78,8 +105,8 @@ class DatasetFeed:
         self._seeded_fetch = seeded_fetch
         self._options = dict(loader_options or {})
 
-    def start(self, epoch: int, consumed: int) -> Iterator[Fetched]:
-        shards = self._sampler.epoch(epoch, consumed)
+    def start(self, epoch: int, consumed: int, owed: tuple[int, ...] = ()) -> Iterator[Fetched]:
+        shards = replace(self._sampler, owed=owed).epoch(epoch, consumed)
         if type(self._dataset) is TensorDataset and not self._options:
             for shard in shards:
                 indices = _to_fetch(shard)
@@ -89,6 +116,21 @@ class DatasetFeed:
         pending, requested = itertools.tee(shards)  # a loader with workers requests batches in advance
         for data, shard in zip(self._loader(epoch, requested), pending, strict=False):
             yield Fetched(data, len(shard.indices), shard.total, shard.consumed_after)
+
+    def take_back(self, batches: Sequence[Fetched]) -> None:
+        pass
+
+    def samples_of(self, workers: Collection[Hashable], used: Sequence[Used]) -> list[int]:
+        found: list[int] = []
+        for (epoch, owed), batches in itertools.groupby(used, key=lambda each: (each.epoch, each.owed)):
+            order = replace(self._sampler, owed=owed).order(epoch)
+            for batch in batches:
+                size = len(batch.workers)
+                for rank, worker in enumerate(batch.workers):
+                    if worker in workers:
+                        sampler = replace(self._sampler, rank=rank, world_size=size, owed=owed)
+                        found += sampler.shard(order, epoch, batch.start).indices.tolist()
+        return found
 
     def capture(self) -> dict[str, Any]:
         return {}
@@ -118,22 +160,24 @@ class LoaderFeed:
     """
 
     unit = "batches"
+    shared = False
 
     def __init__(
         self,
         loader: Iterable[Any],
         *,
-        world_size: int,
+        several: bool,
         largest: Callable[[int], int],
         seeds: tuple[int, int] | None = None,
     ) -> None:
         self._loader = loader
-        self._world_size = world_size
+        self._several = several  # whether the run has begun with several workers
         self._largest = largest
         self._last: Fetched | None = None  # repeated at weight 0 when no batches are left
+        self._again: deque[Fetched] = deque()  # batches to give again
         self._seeds = seeds  # run seed and rank, if every batch's streams are seeded from its number
 
-    def start(self, epoch: int, consumed: int) -> Iterator[Fetched]:
+    def start(self, epoch: int, consumed: int, owed: tuple[int, ...] = ()) -> Iterator[Fetched]:
         set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
@@ -146,7 +190,13 @@ class LoaderFeed:
             if data is not None:  # else only repeated batches follow
                 self._last = Fetched(data, 0, None, consumed)
         own = self._rest(batches, epoch, consumed)
-        return own if self._world_size == 1 else self._as_long_as_the_longest(own)
+        return self._as_long_as_the_longest(own) if self._several else own
+
+    def take_back(self, batches: Sequence[Fetched]) -> None:
+        self._again.extend(batches)
+
+    def samples_of(self, workers: Collection[Hashable], used: Sequence[Used]) -> list[int]:
+        return []
 
     def capture(self) -> dict[str, Any]:
         """The state that determines the next epoch's order: the random streams and the loader's own generators."""
@@ -156,7 +206,7 @@ class LoaderFeed:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        if self._world_size > 1 and self._generators():
+        if self._several and self._generators():
             raise UsageError(
                 "a loader with a generator of its own cannot be resumed on several workers, since a checkpoint holds "
                 "only worker 0's; leave the generator out, or give session.batches the data set"
@@ -187,7 +237,7 @@ class LoaderFeed:
     def _as_long_as_the_longest(self, own: Iterator[Fetched]) -> Iterator[Fetched]:
         """Ask before every batch whether any worker has one left: the length of an iterable is unknown."""
         while True:
-            batch = next(own, None)
+            batch = self._again.popleft() if self._again else next(own, None)
             if not self._largest(int(batch is not None)):
                 return
             if batch is None and self._last is None:
@@ -251,18 +301,22 @@ def make_feed(
     loader_options: Mapping[str, Any],
     rank: int,
     world_size: int,
+    several: bool,
     seed: int,
     seeded_fetch: bool,
     largest: Callable[[int], int],
 ) -> Feed:
-    """Make the feed for ``source``: a data set, a loader, or any iterable of batches."""
+    """Make the feed for ``source``: a data set, a loader, or any iterable of batches.
+
+    ``several`` tells whether the run has begun with several workers, of which one may be left.
+    """
     found = resolve(
         source,
         batch_size=batch_size,
         shuffle=shuffle,
         last=last,
         loader_options=loader_options,
-        open_loaders=world_size > 1,
+        open_loaders=several,
     )
     if isinstance(found, Indexed):
         sampler = ShardedSampler(
@@ -276,7 +330,7 @@ def make_feed(
         )
         return DatasetFeed(found.dataset, sampler, seeded_fetch=seeded_fetch, loader_options=found.options)
     seeds = (seed, rank) if seeded_fetch else None
-    return LoaderFeed(found, world_size=world_size, largest=largest, seeds=seeds)
+    return LoaderFeed(found, several=several, largest=largest, seeds=seeds)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

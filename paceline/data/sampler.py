@@ -57,6 +57,7 @@ class ShardedSampler:
     seed: int = 0
     shuffle: bool = True
     last: Last = "short"
+    owed: tuple[int, ...] = ()  # samples that the epoch takes once more at its end, for those that were lost
 
     def __post_init__(self) -> None:
         if self.num_samples == 0:
@@ -88,27 +89,33 @@ class ShardedSampler:
         return self.world_size * self.batch_size
 
     @property
+    def _length(self) -> int:
+        return self.num_samples + len(self.owed)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps of an epoch taken from its start."""
         return self.steps_left(0)
 
     def steps_left(self, consumed: int) -> int:
         """Steps until the epoch's end after ``consumed`` samples."""
-        left = self.num_samples - consumed
+        left = self._length - consumed
         return left // self._step_size if self.last == "drop" else -(-left // self._step_size)
 
     def order(self, epoch: int) -> Tensor:
         """The order in which the epoch takes the samples; the same for every rank and every batch size."""
-        if not self.shuffle:
-            return torch.arange(self.num_samples, device="cpu")
-        generator = torch.Generator("cpu").manual_seed(derive_seed(self.seed, "epoch", epoch))
-        return torch.randperm(self.num_samples, generator=generator, device="cpu")
+        if self.shuffle:
+            generator = torch.Generator("cpu").manual_seed(derive_seed(self.seed, "epoch", epoch))
+            order = torch.randperm(self.num_samples, generator=generator, device="cpu")
+        else:
+            order = torch.arange(self.num_samples, device="cpu")
+        return torch.cat([order, torch.tensor(self.owed, device="cpu")]) if self.owed else order
 
     def epoch(self, epoch: int, consumed: int = 0) -> Iterator[Shard]:
         """Yield this rank's shard of every step of the epoch after its first ``consumed`` samples."""
-        if not 0 <= consumed <= self.num_samples:
+        if not 0 <= consumed <= self._length:
             raise UsageError(
-                f"cannot go on after {consumed} samples of an epoch that has {self.num_samples}; "
+                f"cannot go on after {consumed} samples of an epoch that has {self._length}; "
                 "was the position saved with another data set?"
             )
         return self._shards(epoch, consumed)
@@ -116,17 +123,21 @@ class ShardedSampler:
     def _shards(self, epoch: int, consumed: int) -> Iterator[Shard]:
         order = self.order(epoch)
         for first in range(consumed, consumed + self.steps_left(consumed) * self._step_size, self._step_size):
-            left = self.num_samples - first
-            total = self._step_size if self.last == "pad" else min(self._step_size, left)
-            start, stop = _slice(total, self.rank, self.world_size)
-            yield Shard(
-                indices=take_places(order, first + start, first + stop),
-                epoch=epoch,
-                number=first + self.rank * self.batch_size,
-                total=total,
-                world_size=self.world_size,
-                consumed_after=min(first + total, self.num_samples),
-            )
+            yield self.shard(order, epoch, first)
+
+    def shard(self, order: Tensor, epoch: int, first: int) -> Shard:
+        """This rank's shard of the step that begins after ``first`` samples of the epoch, which has this order."""
+        left = self._length - first
+        total = self._step_size if self.last == "pad" else min(self._step_size, left)
+        start, stop = _slice(total, self.rank, self.world_size)
+        return Shard(
+            indices=take_places(order, first + start, first + stop),
+            epoch=epoch,
+            number=first + self.rank * self.batch_size,
+            total=total,
+            world_size=self.world_size,
+            consumed_after=min(first + total, self._length),
+        )
 
 
 def _slice(total: int, rank: int, world_size: int) -> tuple[int, int]:

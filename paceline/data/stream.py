@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
-from paceline.data.feed import Feed, Fetched
+from paceline.data.feed import Feed, Fetched, Used
 from paceline.errors import UsageError
 from paceline.seeding import capture_streams, restore_streams
 
@@ -15,6 +15,9 @@ class BatchStream:
 
     A batch counts as used when its step is done, or when the next batch is requested. So a checkpoint written after
     a step resumes after its batch, and one written before the step repeats it.
+
+    Where ``workers`` may die, the batches that were used since the last exchange are remembered too. Those of an update
+    that is given up are handed out again, and those of a worker that has died at the end of the epoch.
     """
 
     def __init__(self) -> None:
@@ -22,10 +25,17 @@ class BatchStream:
         self.batch: Fetched | None = None  # handed out and not used yet
         self.handed_out = False  # any batch, in this process
         self.consumed = 0  # the feed's position after the last used batch
+        self.owed: tuple[int, ...] = ()  # samples that this epoch takes once more at its end
+        self.workers: tuple[Hashable, ...] = ()  # that may die, by rank; empty if none may
         self._at_start: dict[str, Any] | None = None  # the captured state that the present epoch's order depends on
         self._unit: str | None = None  # of the position
         self._loaded = False
         self._under_way = False
+        self._feed: Feed | None = None  # the last one
+        self._moved = False  # batches go on from another position, or for another rank
+        self._since: list[Used] = []  # used since the last exchange
+        self._update: tuple[int, int, int] = (0, 0, 0)  # where the present update began: epoch, position, used batches
+        self._taken: list[Fetched] = []  # in the present update, if the feed can only give them again
 
     def epochs(self, count: int) -> Iterator[int]:
         """Iterate over the unfinished epochs up to ``count``; the loop's body may call ``batches`` in each."""
@@ -35,8 +45,14 @@ class BatchStream:
             if self.epoch == before:
                 self._finish_epoch()
 
-    def batches(self, feed: Feed, epochs: int | None) -> Iterator[Any]:
-        """Iterate over the remaining batches up to the end of ``epochs``, or of the present epoch."""
+    def batches(self, make_feed: Callable[[], Feed], epochs: int | None) -> Iterator[Any]:
+        """Iterate over the remaining batches up to the end of ``epochs``, or of the present epoch.
+
+        ``make_feed`` is called now, and again when the workers have changed.
+        """
+        return self._batches(make_feed(), make_feed, epochs)
+
+    def _batches(self, feed: Feed, make_feed: Callable[[], Feed], epochs: int | None) -> Iterator[Any]:
         if self._under_way:
             raise UsageError(
                 "batches() is already under way in this session, and a checkpoint holds only one position; "
@@ -46,29 +62,98 @@ class BatchStream:
         try:
             end = self.epoch + 1 if epochs is None else epochs
             while self.epoch < end:
+                if self._moved:
+                    feed, self._moved = make_feed(), False
+                self._feed = feed
                 for batch in self._rest_of_epoch(feed):
                     self.batch, self.handed_out = batch, True
                     yield batch.data
                     self.use()
-                self._finish_epoch(feed)
+                    if self._moved and feed.shared:
+                        break
+                else:
+                    self._finish_epoch(feed)
         finally:
             self._under_way = False
 
     def use(self) -> None:
         """Count the batch that was handed out as used."""
         if self.batch is not None:
+            if self.workers:
+                self._since.append(Used(self.epoch, self.consumed, self.workers, self.owed))
             self.consumed = self.batch.consumed
             self.batch = None
 
+    # Workers that die and join ----------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        """The batch that was handed out is the first of an update."""
+        self._update = self.epoch, self.consumed, len(self._since)
+        self._taken = []
+
+    def take(self) -> None:
+        """The batch that was handed out is part of the present update."""
+        if self.workers and self.batch is not None and self._feed is not None and not self._feed.shared:
+            self._taken.append(self.batch)
+
+    def give_up(self) -> None:
+        """Go back to where the present update began, as if its batches had not been handed out.
+
+        Those of an epoch that has ended since then are owed by the present one.
+        """
+        epoch, position, used = self._update
+        given_up, self._since = self._since[used:], self._since[:used]
+        self.batch = None
+        self.consumed = position if epoch == self.epoch else 0
+        if self._feed is not None:
+            ended = [each for each in given_up if each.epoch < self.epoch]
+            self.owed += tuple(self._feed.samples_of(self.workers, ended))
+            self._feed.take_back(self._taken)
+
+    def exchanged(self) -> None:
+        """What all workers have learned so far is in the state of each."""
+        self._since.clear()
+
+    def owe(self, workers: Collection[Hashable]) -> None:
+        """These workers have died: what they have learned since the last exchange is lost."""
+        if self._feed is not None:
+            self.owed += tuple(self._feed.samples_of(workers, self._since))
+            self._since = [each._replace(workers=_without(each.workers, workers)) for each in self._since]
+
+    def move(self, workers: tuple[Hashable, ...]) -> None:
+        """Go on with these workers, by rank."""
+        self.workers, self._moved = workers, True
+
+    # State ------------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "consumed": self.consumed, "unit": self._unit, "at_start": self._at_start}
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "unit": self._unit,
+            "at_start": self._at_start,
+            "owed": list(self.owed),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = state["epoch"]
         self.consumed = state["consumed"]
+        self.owed = tuple(state.get("owed", ()))
+        self.batch = None
         self._unit = state["unit"]
         self._at_start = state["at_start"]
         self._loaded = True
+
+    def since_exchange(self) -> list[Any]:
+        """The batches used since the last exchange, for a worker that joins."""
+        return [[epoch, start, list(workers), list(owed)] for epoch, start, workers, owed in self._since]
+
+    def load_since_exchange(self, used: list[Any], worker: Callable[[Any], Hashable]) -> None:
+        """Restore them; ``worker`` makes a worker from its JSON."""
+        self._since = [
+            Used(epoch, start, tuple(worker(each) for each in workers), tuple(owed))
+            for epoch, start, workers, owed in used
+        ]
 
     def _rest_of_epoch(self, feed: Feed) -> Iterator[Fetched]:
         if self.consumed > 0 and self._unit != feed.unit:
@@ -87,9 +172,15 @@ class BatchStream:
             restore_streams(now)  # at an epoch's start, only the loader's own generators were needed
         self._loaded = False
         self._at_start = feed.capture()
-        return feed.start(self.epoch, self.consumed)
+        return feed.start(self.epoch, self.consumed, self.owed)
 
     def _finish_epoch(self, feed: Feed | None = None) -> None:
         self.epoch += 1
         self.consumed = 0
+        self.owed = ()
         self._at_start = feed.capture() if feed is not None else None
+
+
+def _without(workers: tuple[Hashable, ...], gone: Collection[Hashable]) -> tuple[Hashable, ...]:
+    """The workers by rank, with None for those whose part of a batch is owed already."""
+    return tuple(None if worker in gone else worker for worker in workers)

@@ -30,7 +30,21 @@ _TRUSTED = "PACELINE_TRUSTED"
 _REPLAY = "PACELINE_REPLAY"
 _SHARD = "PACELINE_SHARD"
 _THREADS = "PACELINE_THREADS"
-SERVICE = (_SERVER, TOKEN, _ROLE, _MEMORY_DESCRIPTOR, _INCARNATION, _DELAY, _BIND, _TRUSTED, _REPLAY, _SHARD, _THREADS)
+_LOG_DESCRIPTOR = "PACELINE_LOG_FD"
+SERVICE = (
+    _SERVER,
+    TOKEN,
+    _ROLE,
+    _MEMORY_DESCRIPTOR,
+    _INCARNATION,
+    _DELAY,
+    _BIND,
+    _TRUSTED,
+    _REPLAY,
+    _SHARD,
+    _THREADS,
+    _LOG_DESCRIPTOR,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +95,7 @@ class ServerAssignment:
     shard_fds: tuple[int, ...] = ()  # the shared memory of each further server
     shard: int = 0  # for a server: its number among the servers
     threads: int | None = None  # for a worker: those of torch that the launcher chose; None if the user set them
+    log_fd: int | None = None  # for a worker: the log from which groups of workers follow (``roster.RunLog``)
 
     @property
     def joining(self) -> bool:
@@ -177,7 +192,8 @@ def _read_server_assignment(environment: Mapping[str, str]) -> ServerAssignment:
     role = variables.text(_ROLE, _SERVER) if variables.any(_ROLE) else "worker"
     if role not in ("worker", "server"):
         raise UsageError(f"{_ROLE} should be server, or not set, found {role!r} in the environment")
-    memory, *others = _own_descriptors(variables)
+    memory, *others = _own_descriptors(variables, _MEMORY_DESCRIPTOR)
+    log, *_ = _own_descriptors(variables, _LOG_DESCRIPTOR)
     return ServerAssignment(
         address=variables.text(_SERVER, _SERVER),
         token=variables.text(TOKEN, _SERVER),
@@ -192,14 +208,15 @@ def _read_server_assignment(environment: Mapping[str, str]) -> ServerAssignment:
         shard_fds=tuple(number for number in others if number is not None),
         shard=variables.number(_SHARD, _SERVER) if variables.any(_SHARD) else 0,
         threads=variables.number(_THREADS, _SERVER) if variables.any(_THREADS) else None,
+        log_fd=log,
     )
 
 
-def _own_descriptors(variables: _Variables) -> list[int | None]:
-    """The descriptors of each server's shared memory, no longer inheritable; ``[None]`` without any."""
-    if not variables.any(_MEMORY_DESCRIPTOR):
+def _own_descriptors(variables: _Variables, name: str) -> list[int | None]:
+    """The inherited descriptors that a variable names, no longer inheritable; ``[None]`` without any."""
+    if not variables.any(name):
         return [None]
-    descriptors = variables.numbers(_MEMORY_DESCRIPTOR, _SERVER)
+    descriptors = variables.numbers(name, _SERVER)
     with contextlib.suppress(OSError):  # the variable was inherited, and the descriptors are closed
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
@@ -243,6 +260,7 @@ def server_variables(assignment: ServerAssignment) -> dict[str, str]:
         _REPLAY: assignment.replay and json.dumps(asdict(assignment.replay)),
         _SHARD: assignment.shard or None,
         _THREADS: assignment.threads,
+        _LOG_DESCRIPTOR: assignment.log_fd,
     }
     return {name: str(value) for name, value in values.items() if value is not None}
 

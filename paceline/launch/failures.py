@@ -24,6 +24,8 @@ class ProcessState:
     sessions: int = 0  # entered so far
     in_session: bool = False
     step: int | None = None  # the last one reported
+    survives: bool = False  # its session goes on without workers that are killed
+    reformed: Mapping[str, Any] | None = None  # the last report that its group has changed
     needs_server: bool = False  # its script has named a policy that needs one
     address: str | None = None  # of a server for other hosts
     failure: Mapping[str, Any] | None = None  # the last failure report, with the time of the first
@@ -39,6 +41,9 @@ class ProcessState:
             case "joined":
                 self.sessions += 1
                 self.in_session = True
+                self.survives = report.get("survives", False)
+            case "re-formed":
+                self.step, self.reformed = report["step"], report
             case "needs server":
                 self.needs_server = True
             case "serving":
@@ -96,24 +101,26 @@ def find_fault(states: Sequence[ProcessState], *, with_server: bool = False) -> 
     searched in this order, the earliest of each kind: a worker killed by a signal; one that raised an error of its
     own; one that exited too early; one that raised an error that another worker's death causes.
 
-    ``with_server``: workers may be killed, as long as one is left, or leave early.
+    ``with_server``: workers may be killed, as long as one is left, or leave early. A worker whose session goes on
+    without it may be killed too.
     """
     failed = [
         state for state in states if state.failure is not None and not (with_server and _came_too_late(state, states))
     ]
     raised = [_raised(state, states, with_server=with_server) for state in failed]
     silent = [state for state in states if state.failure is None]
-    killed = [fault for state in silent if (fault := find_kill(state)) and not (with_server and _may_die(state))]
+    killed = [fault for state in silent if (fault := find_kill(state)) and not may_die(state, with_server=with_server)]
     exited = [fault for state in silent if (fault := _exited(state)) is not None]
     if not with_server:
         exited += [fault for state in silent if (fault := _left(state, states, some_suffer=bool(raised))) is not None]
     certain = [fault for fault in raised if fault.certain]
-    likeliest = killed or certain or exited or raised or (_none_left(silent) if with_server else [])
+    likeliest = killed or certain or exited or raised or _none_left(silent)
     return min(likeliest, key=lambda fault: fault.at, default=None)
 
 
-def _may_die(state: ProcessState) -> bool:
-    return state.rank >= 0 and not state.given_up
+def may_die(state: ProcessState, *, with_server: bool) -> bool:
+    """Whether the run can go on without this process."""
+    return state.rank >= 0 and not state.given_up and (with_server or state.survives)
 
 
 def _came_too_late(state: ProcessState, states: Sequence[ProcessState]) -> bool:

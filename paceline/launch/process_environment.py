@@ -50,7 +50,7 @@ class ProcessEnvironment:
         """The environment of the server, or of one of several; a server has no rank."""
         assert self.assignment is not None
         assignment = replace(
-            self.assignment, role="server", bind=bind, delay=None, incarnation=incarnation, shard=shard
+            self.assignment, role="server", bind=bind, delay=None, incarnation=incarnation, shard=shard, log_fd=None
         )
         return self._environment({"WORLD_SIZE": self.workers}, assignment)
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.launch.environment import ReplayOrder, ServerAssignment
-from paceline.launch.failures import SERVER, Fault, ProcessState, find_fault, find_kill
+from paceline.launch.failures import SERVER, Fault, ProcessState, find_fault, find_kill, may_die, name_of
 from paceline.launch.process_environment import ProcessEnvironment
 from paceline.launch.processes import Processes
+from paceline.launch.roster import Member, RunLog
 
 _MOST_FAILED_STARTS = 10  # processes of one rank in a row, killed before they join
 _CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
@@ -90,7 +91,7 @@ def open_assignment(options: ServerOptions) -> Iterator[ServerAssignment]:
 
 
 class Service:
-    """Starts the processes of a run, and under a server handles workers that are killed."""
+    """Starts the processes of a run, and handles those that are killed."""
 
     def __init__(
         self,
@@ -106,6 +107,9 @@ class Service:
         assignment = process_environment.assignment
         self._memory = () if assignment is None or assignment.memory_fd is None else (assignment.memory_fd,)
         self._descriptors = (*self._memory, *(() if assignment is None else assignment.shard_fds))
+        self._log_fds = () if assignment is None or assignment.log_fd is None else (assignment.log_fd,)
+        self._killed: list[Fault] = []  # workers without whom the others have not gone on yet
+        self._told_of_groups = 0  # the number of the last one
         self._has_server = False
         self._server_incarnation = 0
         self._bind = options.bind
@@ -140,6 +144,7 @@ class Service:
             if not known and self._may_be_killed(state) and find_kill(state) is not None:
                 self._handled_kills.add((state.rank, state.incarnation))
                 self._handle_kill(state)
+        self._tell_of_groups()
 
     def fault(self) -> Fault | None:
         """The first failure, if any."""
@@ -152,7 +157,7 @@ class Service:
             ends = any(server.exiting is not None or server.failure is not None for server in self._servers())
             return bool(self._memory) and not ends
         # A script may name its policy late; no policy depends on a worker that has not joined.
-        return self.with_server or (self._options.respawn and state.sessions == 0)
+        return may_die(state, with_server=self.with_server) or (self._options.respawn and state.sessions == 0)
 
     def _servers(self) -> list[ProcessState]:
         return [state for state in self._processes.states if state.rank <= SERVER]
@@ -183,7 +188,8 @@ class Service:
                 mark_coming(memory, state.rank)
         environment = self._process_environment.worker(state.rank, incarnation=state.incarnation)
         prefix = "" if self._process_environment.workers == 1 else f"[{state.rank}] "
-        self._processes.start(state, self._command, environment, descriptors=self._descriptors, prefix=prefix)
+        descriptors = (*self._descriptors, *self._log_fds)
+        self._processes.start(state, self._command, environment, descriptors=descriptors, prefix=prefix)
 
     def _tell_server(self, rank: int) -> None:
         """Tell the server not to wait for a worker: it cannot notice the death of one that never joined."""
@@ -195,15 +201,23 @@ class Service:
         if killed.rank <= SERVER:
             self._replace_servers(killed)
             return
-        if self._comes_again(killed) and killed.exiting is None and not self._server_has_ended():
+        for log in self._log_fds:
+            RunLog(log).append("died", Member(killed.rank, killed.incarnation))
+        among_peers = killed.survives and not self.with_server
+        if among_peers:
+            self._killed += filter(None, [find_kill(killed)])
+        if self._comes_again(killed) and killed.exiting is None and not self._others_have_ended():
             failed_starts = killed.failed_starts + 1 if killed.sessions == 0 else 0
             if failed_starts == _MOST_FAILED_STARTS:
                 killed.given_up = True
                 return
-            self._tell_of(killed, "another takes its place")
+            if not among_peers:
+                self._tell_of(killed, "another takes its place")
             self._start_worker(
                 ProcessState(rank=killed.rank, incarnation=killed.incarnation + 1, failed_starts=failed_starts)
             )
+            return
+        if among_peers:
             return
         self._tell_server(killed.rank)
         workers = [state for state in self._processes.states if state.rank >= 0]
@@ -241,7 +255,29 @@ class Service:
     def _tell_of(self, killed: ProcessState, what_now: str) -> None:
         kill = find_kill(killed)
         assert kill is not None
-        self._processes.output.write("stderr", f"paceline: {kill.who} {kill.what}; {what_now}\n")
+        self._tell(f"{kill.who} {kill.what}; {what_now}")
+
+    def _tell(self, what: str) -> None:
+        self._processes.output.write("stderr", f"paceline: {what}\n")
+
+    def _tell_of_groups(self) -> None:
+        """Say in one line how the workers have changed, when those that are left go on."""
+        groups = [state.reformed for state in self._processes.states if state.reformed is not None]
+        newest = max(groups, key=lambda group: int(group["number"]), default=None)
+        if newest is None or newest["number"] <= self._told_of_groups:
+            return
+        self._told_of_groups = newest["number"]
+        changes = [f"{kill.who} {kill.what}" for kill in self._killed]
+        changes += [f"{name_of(worker)} has joined" for worker in newest["joined"]]
+        self._killed = []
+        if changes:
+            self._tell(f"{', '.join(changes)}; the run goes on with {newest['workers']} after step {newest['step']}")
+
+    def tell_the_rest(self) -> None:
+        """Tell of workers that were killed when the others did not need them any more, or could not go on."""
+        for kill in self._killed:
+            self._tell(f"{kill.who} {kill.what}")
+        self._killed = []
 
     def _tell_of_open_session(self, state: ProcessState) -> None:
         """Say once that a worker ended without closing its session: the server treats that as a death."""
@@ -254,8 +290,12 @@ class Service:
                 "session:`, or call session.close() at the end\n",
             )
 
-    def _server_has_ended(self) -> bool:
-        return any(state.rank == SERVER and state.code is not None for state in self._processes.states)
+    def _others_have_ended(self) -> bool:
+        """Whether a worker that is started now would come too late."""
+        states = self._processes.states
+        if self.with_server:
+            return any(state.rank == SERVER and state.code is not None for state in states)
+        return any(state.survives and not state.in_session for state in states)
 
     def _overdue(self) -> Fault | None:
         """The fault of a server that still runs long after all workers ended; an open shell has no limit."""

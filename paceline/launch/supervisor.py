@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.launch.failures import Fault, find_fault
 from paceline.launch.process_environment import ProcessEnvironment
 from paceline.launch.processes import Processes
+from paceline.launch.roster import open_run_log
 from paceline.launch.service import ServerOptions, Service, open_assignment
 from paceline.launch.store import HostedStore
 
@@ -41,8 +43,9 @@ def supervise(
     gives the workers ten seconds to save; a second one ends them at once. No worker outlives this call or this
     process. Its children do not either, unless they started a session of their own.
 
-    A parameter server runs the same command. Under it a worker may be killed or leave early: the run goes on while
-    one worker is left, and succeeds when all workers and then the server have ended.
+    A worker that has joined a session may be killed: the run goes on while one is left. A parameter server runs the
+    same command. Under it a worker may also leave early, and the run succeeds when all workers and then the server have
+    ended.
 
     ``per_device`` workers at a time have one ``LOCAL_RANK``. ``environment`` replaces ours as the base of the workers'.
     ``on_report`` is called with the rank (``failures.SERVER`` for the server) and the report, ``on_stop`` at the end
@@ -57,6 +60,7 @@ def supervise(
         if options.join is None and not options.alone:
             store = stack.enter_context(contextlib.closing(HostedStore()))
             port = store.port
+            assignment = replace(assignment, log_fd=stack.enter_context(open_run_log()))
         processes = stack.enter_context(Processes(on_report))
         process_environment = ProcessEnvironment(
             workers=workers, port=port, assignment=assignment, policy=policy, per_device=per_device, base=environment
@@ -67,6 +71,7 @@ def supervise(
         if store is not None:
             store.serve()
         fault = _watch(processes, service, store, stop)
+        service.tell_the_rest()
         if fault is None and stop:
             fault = _stop(processes, stop)
     if fault is not None:

@@ -16,6 +16,8 @@ from paceline.policies import AllReduce
 class AllReduceExchange(PeersExchange):
     """Average the gradients of ``model`` over ``peers`` in every step; its buffers follow worker 0's."""
 
+    common_state = ("order", "assumed_total")
+
     def __init__(self, model: nn.Module, peers: Peers, policy: AllReduce) -> None:
         super().__init__(model, peers)
         self._reducer = Reducer(

@@ -12,10 +12,11 @@ from paceline.peers.ada_comm import AdaCommExchange
 from paceline.peers.all_reduce import AllReduceExchange
 from paceline.peers.diloco import DiLoCoExchange
 from paceline.peers.elastic import ElasticExchange
-from paceline.peers.exchange import Alone, Exchange, PeersExchange
+from paceline.peers.exchange import Alone, Exchange, PeersExchange, check_same_model
 from paceline.peers.gossip import GossipExchange
 from paceline.peers.group import Peers, default_peers
 from paceline.peers.periodic import PeriodicExchange
+from paceline.peers.tensors import send_tensors
 from paceline.policies import (
     SMA,
     AdaComm,
@@ -48,20 +49,41 @@ EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
 }
 
 
-def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tuple[int, int] | None) -> Exchange:
-    """Connect to the other workers: those of ``group``, or of torch's default group, or none.
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's parameters."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def find_peers(
+    device: torch.device, policy: Policy, *, group: Any, rank_and_size: tuple[int, int] | None
+) -> Peers | None:
+    """The other workers: those of ``group``, or of torch's default group, or none.
 
     ``rank_and_size`` is this process's rank and the number of workers, from a launcher.
     """
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if group is not None:
         peers = Peers(group, group.rank(), group.size(), device)
     elif rank_and_size is not None or torch.distributed.is_initialized():
         peers = default_peers(device, rank_and_size)
     else:
-        return Alone()
-    _check_processes(policy, peers.size)
-    if peers.size == 1:
+        return None
+    check_processes(policy, peers.size)
+    return peers if peers.size > 1 else None
+
+
+def begin_exchange(model: nn.Module, policy: Policy, peers: Peers | None) -> Exchange:
+    """Begin a run: give all workers the parameters of worker 0, raise if one has another model, make the exchange."""
+    if peers is not None and isinstance(policy, PeersPolicy):
+        check_same_model(model, peers)
+        with peers.explain("receiving the parameters of worker 0"):
+            for tensor in [*model.parameters(), *model.buffers()]:
+                send_tensors([tensor], peers)
+    return make_exchange(model, policy, peers)
+
+
+def make_exchange(model: nn.Module, policy: Policy, peers: Peers | None) -> Exchange:
+    """Make the exchange that a policy asks for; all workers must call it together."""
+    if peers is None:
         return Alone()
     if not isinstance(policy, PeersPolicy):
         raise UsageError(
@@ -71,7 +93,7 @@ def connect(model: nn.Module, policy: Policy, *, group: Any, rank_and_size: tupl
     return EXCHANGES[type(policy)](model, peers, policy)
 
 
-def _check_processes(policy: Policy, processes: int) -> None:
+def check_processes(policy: Policy, processes: int) -> None:
     """Raise if the processes cannot be divided among workers as the policy wants it."""
     wanted = policy.processes_per_worker if isinstance(policy, PeersPolicy) else 1
     if processes % wanted:

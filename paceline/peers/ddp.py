@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.launch.environment import read_rank_and_size
-from paceline.peers.connect import connect
+from paceline.peers.connect import begin_exchange, device_of, find_peers
 from paceline.peers.exchange import BackwardPass
 from paceline.policies import AllReduce
 
@@ -39,7 +39,8 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         policy = AllReduce(bucket_cap_mb=bucket_cap_mb)
-        self._exchange = connect(module, policy, group=process_group, rank_and_size=read_rank_and_size())
+        peers = find_peers(device_of(module), policy, group=process_group, rank_and_size=read_rank_and_size())
+        self._exchange = begin_exchange(module, policy, peers)
         self._broadcast_buffers = broadcast_buffers
         self._synchronising = True
         self._passes = 0

@@ -45,6 +45,7 @@ class _Fragment:
         self._averager = Averager(peers)
         self.means: Means | None = None  # of an exchange that has ended and is not merged yet
         self.examples = 0  # of this worker since the last exchange
+        self.sent = 0  # those in the exchange under way
         self.due: int | None = None  # the step after which the exchange under way is merged
 
     def start(self, others: Sequence[Tensor], *, step: int, stop: bool) -> None:
@@ -52,7 +53,7 @@ class _Fragment:
         changes = [place.change() for place in self._places]
         now = self._policy.overlap == 0
         self._averager.start([*changes, *others], weight=self.examples, tag=step, stop=stop, now=now)
-        self.examples, self.due = 0, step + self._policy.overlap
+        self.sent, self.examples, self.due = self.examples, 0, step + self._policy.overlap
 
     def wait(self) -> Means:
         """Wait until the exchange under way has ended."""
@@ -63,7 +64,7 @@ class _Fragment:
     def merge(self, others: Sequence[Tensor]) -> bool:
         """Update the anchor and go on from there; return whether a worker was asked to stop."""
         values, stop, _ = self.wait()
-        self.means = self.due = None
+        self.means, self.due, self.sent = None, None, 0
         if values is not None:  # else no worker has used an example
             for place, mean in zip(self._places, values, strict=False):
                 place.move(mean, self._policy.outer_lr, self._policy.outer_momentum)
@@ -119,9 +120,10 @@ class DiLoCoExchange(PeriodicExchange):
         return False
 
     def _merge(self, fragment: _Fragment) -> bool:
-        stop = fragment.merge(self._statistics(fragment))
+        fragment.wait()
         if fragment is self._fragments[-1]:
             self.follow_counts(self.buffers())
+        stop = fragment.merge(self._statistics(fragment))
         if self._diloco.fragments == 1 and not self._diloco.overlap:
             self.agreed()
         return stop
@@ -142,13 +144,23 @@ class DiLoCoExchange(PeriodicExchange):
         """With the results of exchanges under way, which are merged when they are due."""
         means = [None if fragment.due is None else fragment.wait().values for fragment in self._fragments]
         return {
-            **super().state_dict(),
+            **self.kept_state(),
             "since": [fragment.examples for fragment in self._fragments],
+            "merge_after": [fragment.due for fragment in self._fragments],
+            "means": [None if values is None else [value.clone() for value in values] for values in means],
+        }
+
+    def kept_state(self) -> dict[str, Any]:
+        """Without exchanges under way: what the workers have changed is then in the next ones."""
+        nothing = [None] * len(self._fragments)
+        return {
+            **super().state_dict(),
+            "since": [fragment.examples + fragment.sent for fragment in self._fragments],
             "policy": str(self._diloco),
             "anchor": [place.anchor for place in self._places],
             "outer_momentum": [place.momentum for place in self._places],
-            "merge_after": [fragment.due for fragment in self._fragments],
-            "means": [None if values is None else [value.clone() for value in values] for values in means],
+            "merge_after": nothing,
+            "means": nothing,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

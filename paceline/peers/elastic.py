@@ -109,8 +109,8 @@ class ElasticExchange(ReplicasExchange):
         # All have it. But a worker that ends or saves must not leave others waiting in an exchange.
         self._averager.start(self._differences, weight=0.0, tag=self._updates, now=True)
         self._averager.finish()
-        self._load_central()
         self.follow_counts(self.buffers())
+        self._load_central()
 
     def _load_central(self) -> None:
         for tensor, central in zip(self._tensors(), self._central, strict=True):

@@ -75,8 +75,8 @@ class Exchange(Protocol):
         """Average ``value`` over the workers."""
         ...
 
-    def share(self, state: Any) -> Any:
-        """Give every worker the state that worker 0 has."""
+    def share(self, state: Any, root: int = 0) -> Any:
+        """Give every worker the state that worker ``root`` has."""
         ...
 
     def gather(self, state: Any) -> list[Any]:
@@ -91,8 +91,23 @@ class Exchange(Protocol):
         """Copy worker 0's buffers to all."""
         ...
 
+    def lead(self) -> int:
+        """How many exchanges another worker may be ahead of this one."""
+        ...
+
+    def confirm(self) -> None:
+        """Return when all workers have come here."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """The state that determines the rounding of later exchanges."""
+        ...
+
+    def kept_state(self) -> dict[str, Any]:
+        """The state to go on from if the present update fails; it exchanges nothing, and leaves out what is under way.
+
+        Its tensors may be those in use.
+        """
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,7 +162,7 @@ class Alone:
     def mean(self, value: Tensor, weight: float) -> Tensor:
         return value.to(averaged_dtype(value), copy=True)
 
-    def share(self, state: Any) -> Any:
+    def share(self, state: Any, root: int = 0) -> Any:
         return state
 
     def gather(self, state: Any) -> list[Any]:
@@ -159,8 +174,17 @@ class Alone:
     def follow_buffers(self) -> None:
         pass
 
+    def lead(self) -> int:
+        return 0
+
+    def confirm(self) -> None:
+        pass
+
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+    def kept_state(self) -> dict[str, Any]:
+        return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
@@ -175,16 +199,14 @@ class Alone:
 class PeersExchange(Alone):
     """The base of collective exchanges; a subclass defines what is exchanged and when.
 
-    All workers begin with the parameters of worker 0.
+    All workers have the same model. When a worker dies, the others make their exchange anew, on new ``peers``, load the
+    ``kept_state`` of the one before, with the furthest worker's entries of ``common_state``, and repeat what failed. So
+    a method must exchange everything before it changes the model or its own tensors.
     """
 
     def __init__(self, model: nn.Module, peers: Peers) -> None:
         self.rank, self.world_size = peers.rank, peers.size
         self._peers = peers
-        check_same_model(model, peers)
-        with peers.explain("receiving the parameters of worker 0"):
-            for tensor in [*model.parameters(), *model.buffers()]:
-                send_tensors([tensor], peers)
         self._modules = list(model.modules())  # kept, since collecting them takes longer than reading their buffers
 
     @property
@@ -200,6 +222,10 @@ class PeersExchange(Alone):
         with self._peers.explain("sending buffers"):
             send_tensors(self.buffers(), self._peers)
 
+    def confirm(self) -> None:
+        with self._peers.explain("waiting for the others"):
+            self._peers.barrier()
+
     def mean(self, value: Tensor, weight: float) -> Tensor:
         flat = value.detach().reshape(-1).to(torch.float64)
         packed = torch.cat([flat * weight if weight else torch.zeros_like(flat), flat.new_tensor([weight])])
@@ -208,9 +234,9 @@ class PeersExchange(Alone):
             self._peers.all_reduce(packed).wait()
         return (packed[:-1] / packed[-1]).reshape(value.shape).to(value.device, averaged_dtype(value))
 
-    def share(self, state: Any) -> Any:
-        with self._peers.explain("receiving the checkpoint of worker 0"):
-            return share_state(state, self._peers)
+    def share(self, state: Any, root: int = 0) -> Any:
+        with self._peers.explain(f"receiving the state of worker {root}"):
+            return share_state(state, self._peers, root)
 
     def gather(self, state: Any) -> list[Any]:
         with self._peers.explain("collecting the workers' states"):

@@ -119,6 +119,9 @@ class GossipExchange(ReplicasExchange):
 
     # The answer and the state -----------------------------------------------------------------------------
 
+    def lead(self) -> int:
+        return self._policy.spread(self._updates, self.world_size, self.rank)
+
     def weight(self) -> float:
         return self._weight
 

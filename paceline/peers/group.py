@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.collectives.register import NAME
-from paceline.errors import CommError
+from paceline.errors import LostContactError
 
 
 class Pending(Protocol):
@@ -52,7 +52,8 @@ class Peers:
         allocate = getattr(self.group, "allocate", None)
         if allocate is None or device.type != "cpu":
             return torch.zeros(count, dtype=dtype, device=device)
-        zeros: Tensor = allocate(count, dtype)
+        with self.explain("allocating memory"):
+            zeros: Tensor = allocate(count, dtype)
         return zeros
 
     def overlaps(self) -> bool:
@@ -97,6 +98,10 @@ class Peers:
     def barrier(self) -> None:
         self.group.barrier().wait()
 
+    def close(self) -> None:
+        """Leave the group: calls of others that still wait for this worker fail."""
+        self.group.abort()
+
     def share(self, value: Any, root: int = 0) -> Any:
         """Give every worker the root's ``value``, which must fit JSON (nothing is pickled)."""
         data = self._bytes(json.dumps(value).encode() if self.rank == root else b"")
@@ -124,8 +129,10 @@ class Peers:
         """Turn a failed collective into an error that names the worker and its operation."""
         try:
             yield
+        except LostContactError:
+            raise
         except RuntimeError as error:
-            raise CommError(
+            raise LostContactError(
                 f"worker {self.rank} of {self.size} lost contact while {what}: {str(error).splitlines()[0]}; "
                 "another worker has probably died, look for its own error"
             ) from error

@@ -210,7 +210,8 @@ class Reducer:
             self._put_in_bucket(index, step)
             bucket.missing -= 1
             if bucket.missing == 0:
-                self._launch_full(step)
+                with self._peers.explain(f"averaging gradients in its exchange {self._steps}"):
+                    self._launch_full(step)
 
     def _put_in_bucket(self, index: int, step: _Step) -> None:
         """Copy a gradient, weighted, into its bucket."""

@@ -61,9 +61,9 @@ class ReplicasExchange(PeersExchange):
         stop, weight, numbers = self._backward.stop(), self.weight(), self.numbers()
         self._averager.start(tensors, weight=weight, tag=self._steps, stop=stop, numbers=numbers, now=True)
         means = self._averager.finish()
+        self.follow_counts(buffers)
         for tensor, mean in zip(tensors, means.values or tensors, strict=True):
             tensor.copy_(mean)
-        self.follow_counts(buffers)
         return means
 
     def weight(self) -> float:

@@ -94,6 +94,17 @@ def _as_line(values: dict[str, Value]) -> bytes:
     return json.dumps(finite).encode() + b"\n"
 
 
+def length_up_to(path: Path, step: int) -> int:
+    """The length of the whole lines before the first one of a later step."""
+    length = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line).get("step", 0) > step:
+                break
+            length += len(line)
+    return length
+
+
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Read the events of a ``metrics.jsonl``; an unfinished last line is left out."""
     with path.open("rb") as file:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,22 +17,26 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from paceline.data.feed import make_feed
+from paceline.data.feed import Feed, make_feed
 from paceline.delays.injected import InjectedDelays
-from paceline.errors import UsageError
+from paceline.errors import LostContactError, UsageError
 from paceline.interrupts import OF_SESSIONS, StopRequest
-from paceline.launch.environment import read_rank_and_size
+from paceline.launch.environment import read_rank_and_size, read_world
 from paceline.launch.reports import report, supervised
-from paceline.peers.connect import connect
-from paceline.peers.exchange import BackwardPass, Exchange
+from paceline.launch.roster import Status
+from paceline.peers.connect import begin_exchange, check_processes, device_of, find_peers
+from paceline.peers.exchange import Alone, BackwardPass, Exchange
+from paceline.peers.forming import Forming, RunOverError, take_seat
+from paceline.peers.group import Peers
 from paceline.peers.reducer import Outcome
-from paceline.policies import Policy, Progress
+from paceline.policies import PeersPolicy, Policy, Progress
 from paceline.record.run import Run
 from paceline.seeding import derive_seed, seed_streams
 from paceline.sessions.nan_guard import OnNaN, SkipUpdate
+from paceline.sessions.reforming import ReformingSession
 from paceline.sessions.request import JoinRequest
-from paceline.sessions.run_state import Position, RunState, open_run
-from paceline.sessions.session import Session, Step
+from paceline.sessions.run_state import RunState, open_run
+from paceline.sessions.session import Step
 from paceline.sessions.thread_choice import ThreadChoice
 from paceline.sessions.timing import StepClock
 from paceline.train_state import TrainState
@@ -38,7 +44,7 @@ from paceline.train_state import TrainState
 logger = logging.getLogger("paceline")
 
 
-class PeersSession(Session):
+class PeersSession(ReformingSession):
     """One worker's part in a run without a server, or a run of one worker alone; made by ``join()``."""
 
     def __init__(
@@ -47,10 +53,12 @@ class PeersSession(Session):
         *,
         policy: Policy,
         exchange: Exchange,
+        forming: Forming | None,
         clock: StepClock | None,
         seed: int | None,
         run: Run | None,
         save_every: int | None,
+        keep: int,
         log_every: int,
         on_nan: OnNaN,
     ) -> None:
@@ -59,17 +67,18 @@ class PeersSession(Session):
             policy=policy,
             rank=exchange.rank,
             world_size=exchange.world_size,
-            seed=exchange.share(torch.initial_seed() if seed is None else seed),
+            seed=torch.initial_seed() if seed is None else seed,
             run=run,
             clock=clock,
             on_nan=on_nan,
+            forming=forming,
+            run_path=None if run is None else run.path.absolute(),
+            keep=keep,
         )
+        self._several = exchange.world_size > 1 or forming is not None  # at the start
         # Several workers always seed their steps: then worker 0's checkpoint need not hold the others' streams.
-        self._seeded = seed is not None or exchange.world_size > 1
-        # Worker 0 writes for all; where replicas differ, the others give it their states.
-        self._saves: bool = exchange.share(run is not None) if exchange.replicas_differ else run is not None
+        self._seeded = seed is not None or self._several
         self._exchange = exchange
-        self._nan_guard.each_skips = exchange.replicas_differ
         self._run_state = RunState(
             train_state,
             policy=policy,
@@ -87,16 +96,36 @@ class PeersSession(Session):
         self._num_bytes_before = 0  # of the update under way, in all
         self._request: StopRequest | None = None  # set where a signal is granted after the update under way
         self._asked_to_stop: Callable[[], bool] = lambda: False
-        self._stopping = False  # a worker was asked to stop, and all know it
-        self._highest_rate, self._decayed = 0.0, False  # of the learning rates so far
+        self._first_block = 0  # of the update under way
+        self._kept: dict[str, Any] | None = None  # the exchange's state before it, where replicas differ
+        self._before_closure: dict[str, Any] | None = None  # the train state before an optimizer evaluates a loss
 
     def start(self, path: Path | None, resume: bool | str | Path, config: Mapping[str, Any]) -> None:
-        """Load what is to be resumed, and open the run."""
+        """Agree on the run with the others, load what is to be resumed, and open the run."""
+        # Worker 0 writes for all; where replicas differ, the others give it their states.
+        self._nan_guard.each_skips = self._exchange.replicas_differ
+        self.seed, run_path = self._exchange.share([self.seed, self._run_path and str(self._run_path)])
+        self._run_path = run_path and Path(run_path)
         found = self._run_state.resume(path, resume)
         if found is not None:
             self.steps, self._blocks, self.seed, self._highest_rate, self._decayed = found
         self._exchange.started(self._progress())
+        if self._forming is not None:
+            self._data.workers = self._forming.formation.members
+            self.generation = self._forming.formation.number
+            self._exchange.confirm()
+            self._forming.begun()
         self._run_state.open(self.seed, config)
+
+    def start_late(self, peers: Peers) -> None:
+        """Join a run under way: have the state of the furthest worker."""
+        self._go_on_with(peers, {})
+        self._run_state.warn_of_scheduler(self.steps)
+
+    def abandon(self) -> None:
+        """Let go of everything, without a word to the others: the session did not begin."""
+        self._failed = True
+        self._let_go()
 
     def inject_delays(self, text: str, unit: float) -> None:
         """Lengthen every block by a time that is drawn from this distribution."""
@@ -112,7 +141,7 @@ class PeersSession(Session):
 
     def _decide_on_threads(self, choice: ThreadChoice) -> None:
         self._undecided = None
-        self._run_state.one_thread = choice.decide(self._exchange.share)
+        self._run_state.one_thread = self._together(lambda: choice.decide(self._exchange.share))
         if self._run_state.one_thread:
             choice.apply()
             self._write("threads", threads=1)
@@ -131,7 +160,7 @@ class PeersSession(Session):
                 self._exchange.release()
                 # Optimizers of replicas that differ may each evaluate another number of times.
                 differ = self._exchange.replicas_differ
-                loss = loss.detach() if differ else self.mean(loss, examples=self._examples)
+                loss = loss.detach() if differ else self._exchange.mean(loss.detach(), float(self._examples))
             first = "loss" not in step.recorded
             step.recorded.setdefault("loss", loss)
             self._nan_guard.check_closure(float(loss), first=first)
@@ -140,28 +169,39 @@ class PeersSession(Session):
         step.closure = evaluate
         with step:
             pass
-        return torch.as_tensor(step.recorded["loss"])
+        return torch.as_tensor(step.recorded.get("loss", math.nan))  # none if it was given up at once
 
     def refresh(self) -> None:
         """All workers have the newest parameters after every step."""
 
-    def averaged(self) -> contextlib.AbstractContextManager[object]:
-        return self._exchange.averaged()
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._exchange.replicas_differ:
+                self._together(lambda: self._enter_averaged(stack))
+            yield
+
+    def _enter_averaged(self, stack: contextlib.ExitStack) -> None:
+        stack.close()  # an average with workers of which one has died
+        stack.enter_context(self._exchange.averaged())
 
     def _batches(self, source: Any, epochs: int | None, **options: Any) -> Iterator[Any]:
-        feed = make_feed(
-            source,
-            rank=self.rank,
-            world_size=self.world_size,
-            seed=self.seed,
-            seeded_fetch=self._seeded,
-            largest=self._exchange.largest,
-            **options,
-        )
+        def feed() -> Feed:
+            return make_feed(
+                source,
+                rank=self.rank,
+                world_size=self.world_size,
+                several=self._several,
+                seed=self.seed,
+                seeded_fetch=self._seeded,
+                largest=lambda number: self._together(lambda: self._exchange.largest(number)),
+                **options,
+            )
+
         return self._data.batches(feed, epochs)
 
     def _mean(self, value: Tensor, weight: float) -> Tensor:
-        return self._exchange.mean(value, weight)
+        return self._together(lambda: self._exchange.mean(value, weight))
 
     # Saving and telling -----------------------------------------------------------------------------------
 
@@ -171,8 +211,17 @@ class PeersSession(Session):
                 f"step {self.steps}: save() was called inside a step or between accumulating ones; "
                 "call it after the step that updates the parameters"
             )
-        position = Position(self.steps, self._blocks, self.seed, self._highest_rate, self._decayed)
-        return self._run_state.save(position, path)
+        self._run_state.check_parameters()
+        replicas: list[Any] = []
+        if self._exchange.replicas_differ:
+            replicas = self._together(lambda: self._exchange.gather(self._run_state.replica(common=False)))
+        with self.averaged():
+            return self._run_state.save(self._position(), path, replicas)
+
+    @property
+    def _saves(self) -> bool:
+        """Whether the run has a directory, on worker 0."""
+        return self._run_path is not None
 
     def _to_be_saved(self) -> bool:
         """Whether the run has no checkpoint of this step yet, and should have one."""
@@ -191,6 +240,8 @@ class PeersSession(Session):
             if self._threads is not None:
                 self._threads.close()
             self._exchange.close()
+            if self._forming is not None:
+                self._forming.close(ended_well=not self._failed)
 
     def _end_well(self) -> None:
         if self._accumulating:
@@ -200,9 +251,42 @@ class PeersSession(Session):
                 self.rank,
                 self.steps,
             )
+        if self._data.owed and self.rank == 0:
+            logger.warning(
+                "%d samples that a worker had when it died were not used again: no epoch followed", len(self._data.owed)
+            )
         if self._to_be_saved():
             self.save()
-        self._exchange.conclude()
+        self._conclude_exchange()
+        while True:
+            if self.run is not None and self._to_be_saved():  # worker 0 has died while it saved
+                self._run_state.save(self._position())
+            if self._confirm_end():
+                return
+
+    def _conclude_exchange(self) -> None:
+        if not self._exchange.replicas_differ:
+            return
+        while True:
+            try:
+                self._exchange.conclude()
+                self._operations += 1
+                self._data.exchanged()
+                return
+            except LostContactError as lost:
+                if self._recover(lost, "update"):
+                    return
+
+    def _confirm_end(self) -> bool:
+        """Wait until no worker needs this one any more; return False if one has died meanwhile."""
+        if self._forming is None:
+            return True
+        try:
+            self._exchange.confirm()
+        except LostContactError as lost:
+            if not self._forming.some_left():  # else all have come here
+                return self._recover(lost, "other")
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -215,18 +299,28 @@ class PeersSession(Session):
 
     def _begin(self, step: Step) -> None:
         self._check_not_inside()
+        fresh = not self._accumulating
+        if fresh:
+            self._first_block = self._blocks
+            self._kept = self._exchange.kept_state() if self._exchange.replicas_differ else None
+            self._data.begin_update()
+        self._data.take()
         if self._seeded:
             seed_streams(derive_seed(self.seed, self.rank, "step", self._blocks))
         self._blocks += 1
-        fresh = not self._accumulating
         if fresh:
-            self._begin_update(keep_buffers=False)
+            self._begin_update(keep_buffers=self._forming is not None)
             self._num_bytes_before = self._exchange.num_bytes
         own, total = self._count_examples(step)
-        if step.accumulate:
-            self._exchange.accumulate(examples=own, total=total)
-        elif step.closure is None:
-            self._arm(step, own, total)
+        try:
+            if step.accumulate:
+                self._exchange.accumulate(examples=own, total=total)
+            elif step.closure is None:
+                self._arm(step, own, total)
+        except LostContactError as lost:
+            self._give_up(step, lost)
+            step.cancelled = True  # the block cannot be left out; what comes of it is not used
+            self._nan_guard.remember_buffers(self._train_state.model, always=True)
         self._enter(step, fresh=fresh)
         if self._undecided is not None:
             self._undecided.begin()
@@ -242,7 +336,13 @@ class PeersSession(Session):
         self._current = None
         if self._undecided is not None:
             self._undecided.end(failed=error is not None)
-        self._accumulating = step.accumulate and error is None
+        self._accumulating = step.accumulate and error is None and not step.cancelled
+        if step.cancelled and (error is None or isinstance(error, LostContactError)):
+            self._undo_block()
+            return True
+        if isinstance(error, LostContactError) and self._forming is not None:
+            self._give_up(step, error)
+            return True
         if error is not None:
             self._exchange.release(failed=True)
             return False
@@ -250,36 +350,82 @@ class PeersSession(Session):
         return False
 
     def _conclude(self, step: Step) -> None:
-        outcome = self._exchange.finish() if not step.accumulate and step.closure is None else None
-        self._hear_others(outcome)
-        if self._clock is not None:
-            self._clock.computed(outcome)
-        if step.accumulate:
-            self._remember_bad_loss(step)
-            self._data.use()
+        num_bytes = self._exchange.num_bytes
+        try:
+            outcome = self._exchange.finish() if not step.accumulate and step.closure is None else None
+            self._hear_others(outcome)
+            if self._clock is not None:
+                self._clock.computed(outcome)
+            if step.accumulate:
+                self._remember_bad_loss(step)
+                self._data.use()
+                return
+            rate = self._run_state.rate() if self.run is not None else 0.0  # before a scheduler changes it
+            told = outcome.loss if outcome is not None else None
+            step.skipped = self._nan_guard.skips(self._loss_of(step), told)
+            if step.skipped:
+                self._nan_guard.restore_buffers(self._train_state.model)
+            else:
+                self._update(step)
+        except LostContactError as lost:
+            self._give_up(step, lost)
             return
-        rate = self._run_state.rate() if self.run is not None else 0.0  # before a scheduler changes it
-        told = outcome.loss if outcome is not None else None
-        step.skipped = self._nan_guard.skips(self._loss_of(step), told)
-        if step.skipped:
-            self._nan_guard.restore_buffers(self._train_state.model)
-        else:
-            self._update(step)
         self.steps += 1
-        self._stopping = self._exchange.updated(self._progress()) or self._stopping
-        self._num_bytes += self._exchange.num_bytes - self._num_bytes_before
         self._data.use()
-        self._exchange.release()  # a backward pass between steps is the user's own
+        if not self._exchange_update():
+            self._after_update()
+            return
+        if not self._exchange.replicas_differ or self._exchange.num_bytes > num_bytes:
+            self._operations += 1
+            self._data.exchanged()
+        self._num_bytes += self._exchange.num_bytes - self._num_bytes_before
         if self._clock is not None:
             self.timing = self._clock.updated(outcome, self.rank)
         if self.run is not None:
             self._log(step, outcome, rate)
+        self._after_update()
+
+    def _exchange_update(self) -> bool:
+        """Exchange what is due after an update; return False if the state was copied from others, who had done so."""
+        while True:
+            kept = self._exchange.kept_state() if self._exchange.replicas_differ else None
+            try:
+                self._stopping = self._exchange.updated(self._progress()) or self._stopping
+                return True
+            except LostContactError as lost:
+                if self._recover(lost, "update", kept):
+                    return False
+
+    def _after_update(self) -> None:
+        self._exchange.release()  # a backward pass between steps is the user's own
         if self._undecided is not None:
             self._decide_on_threads(self._undecided)
         if self._saves and self._save_every is not None and self.steps % self._save_every == 0:
             self.save()
         if self._stopping or (self.world_size == 1 and self._asked_to_stop()):
             self._stop()
+        self._let_others_in()
+
+    def _give_up(self, step: Step, lost: LostContactError) -> None:
+        """A worker has died in this step: go on from its start, or from its end if others have made the update."""
+        if self._forming is None:
+            raise lost
+        self._exchange.release(failed=True)
+        self._undo_block()
+        self._accumulating = False
+        self._blocks = self._first_block
+        self._data.give_up()
+        step.cancelled = not self._recover(lost, "step", self._kept)
+        if not step.cancelled:
+            self._after_update()
+
+    def _undo_block(self) -> None:
+        """Leave the model as it was before the update."""
+        self._train_state.clear_gradients()
+        self._nan_guard.restore_buffers(self._train_state.model)
+        if self._before_closure is not None:
+            self._train_state.load_state_dict(self._before_closure)
+            self._before_closure = None
 
     def _progress(self) -> Progress:
         rate = self._run_state.rate()
@@ -288,8 +434,11 @@ class PeersSession(Session):
         return Progress(self.steps, self.epoch, rate, self._decayed)
 
     def _update(self, step: Step) -> None:
+        if step.closure is not None and self._forming is not None:
+            self._before_closure = copy.deepcopy(self._train_state.state_dict())
         try:
             self._train_state.update(step.closure)
+            self._before_closure = None
         except SkipUpdate:
             step.skipped = True
             self._train_state.clear_gradients()
@@ -337,25 +486,54 @@ class PeersSession(Session):
 
 def join_peers(request: JoinRequest, kind: type[PeersSession] = PeersSession) -> PeersSession:
     """Join as one of several equal workers, or alone, in a session of this ``kind``."""
-    report("joined")  # before others are waited for: then one that never joins is found out
-    train_state, run = request.train_state, request.run
-    exchange = connect(train_state.model, request.policy, group=request.group, rank_and_size=read_rank_and_size())
+    device = device_of(request.train_state.model)
+    seat = None
+    if request.group is None and isinstance(request.policy, PeersPolicy):
+        seat = take_seat(read_world(), request.assignment, device)
+    # Before others are waited for: then one that never joins is found out.
+    report("joined", survives=seat is not None)
+    if seat is None:
+        peers = find_peers(device, request.policy, group=request.group, rank_and_size=read_rank_and_size())
+        return _join(request, kind, peers, None)
+    check_processes(request.policy, seat.workers)
+    forming = Forming(seat, device)
+    while True:
+        try:
+            return _join(request, kind, forming.form(Status()), forming)
+        except LostContactError as lost:
+            forming.await_death(lost)
+        except RunOverError as error:
+            report("left")
+            raise SystemExit(0) from error
+
+
+def _join(request: JoinRequest, kind: type[PeersSession], peers: Peers | None, forming: Forming | None) -> PeersSession:
+    """Begin the run with all ``peers``, or join those of them that have begun it."""
+    model, run = request.train_state.model, request.run
+    late = forming is not None and forming.formation.source is not None
+    exchange = Alone() if late else begin_exchange(model, request.policy, peers)
     opened = session = None
     try:
-        if run is not None and exchange.rank == 0:
+        if run is not None and exchange.rank == 0 and not late:
             opened = open_run(run, request.resume, request.keep)
         session = kind(
-            train_state,
+            request.train_state,
             policy=request.policy,
             exchange=exchange,
-            clock=StepClock(request.model) if run is not None or exchange.world_size > 1 else None,
+            forming=forming,
+            clock=StepClock(request.model) if run is not None or peers is not None else None,
             seed=request.seed,
             run=opened,
             save_every=request.save_every,
+            keep=request.keep,
             log_every=request.log_every,
             on_nan=request.on_nan,
         )
-        session.start(run, request.resume, request.config)
+        if late:
+            assert peers is not None
+            session.start_late(peers)
+        else:
+            session.start(run, request.resume, request.config)
         if (assignment := request.assignment) is not None:
             if assignment.delay is not None:
                 session.inject_delays(*assignment.delay)
@@ -364,8 +542,11 @@ def join_peers(request: JoinRequest, kind: type[PeersSession] = PeersSession) ->
         if run is not None and supervised():
             session.hear_stops(OF_SESSIONS)
     except BaseException:
-        for thing in (session,) if session is not None else (opened, exchange):
-            if thing is not None:
-                thing.close()
+        if session is not None:
+            session.abandon()
+        else:
+            exchange.close()
+            if opened is not None:
+                opened.close()
         raise
     return session

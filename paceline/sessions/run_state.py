@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.peers.exchange import Exchange
 from paceline.policies import Policy, ServerPolicy, parse_policy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
-from paceline.record.metrics import as_number
+from paceline.record.metrics import as_number, length_up_to
 from paceline.record.run import Run
 from paceline.seeding import capture_streams, restore_streams
 from paceline.sessions.nan_guard import NaNGuard
@@ -73,6 +73,8 @@ class RunState:
         found = self._find(Path(resume) if not isinstance(resume, bool) else None)
         state = self._exchange.share(found)
         position = self.load(state) if state is not None else None
+        if position is not None:
+            self.warn_of_scheduler(position.steps)
         self.saved_at = self._exchange.share(self.saved_at)
         return position
 
@@ -140,18 +142,24 @@ class RunState:
     def load(self, state: Mapping[str, Any]) -> Position:
         """Have the state that a checkpoint holds."""
         self._load_replica(state)
+        return self._load_position(state)
+
+    def _load_position(self, state: Mapping[str, Any]) -> Position:
         self._data.load_state_dict(state["data"])
         session = state["session"]
         position = Position(*(session[name] for name in Position._fields))
         self.one_thread = session["one_thread"]
         restore_streams(state["streams"])
+        return position
+
+    def warn_of_scheduler(self, steps: int) -> None:
+        """Warn of a scheduler that is not in the state that was loaded."""
         if self._exchange.rank == 0 and self._train_state.has_unsaved_scheduler():
             logger.warning(
                 "the run goes on at step %d, but a scheduler of its optimizer starts anew: it was not saved. Pass it "
                 "as join(scheduler=...), or as stateful={'scheduler': ...} if you step it yourself",
-                position.steps,
+                steps,
             )
-        return position
 
     def _load_replica(self, state: Mapping[str, Any]) -> None:
         """Load this worker's own replica; or the run's answer, if there were more or fewer, or another policy.
@@ -167,23 +175,45 @@ class RunState:
         if not as_many:
             exchange.agreed()
 
+    # Going on with other workers --------------------------------------------------------------------------
+
+    def go_on(self, exchange: Exchange) -> None:
+        """Reach the other workers by another exchange from now on."""
+        self._exchange = exchange
+
+    def copy(self, state: Mapping[str, Any]) -> Position:
+        """Have the state of another worker of this run, as it was sent."""
+        self._train_state.load_state_dict(state["trainee"])
+        if self._exchange.replicas_differ:  # else all workers have loaded it together
+            self._exchange.load_state_dict(state["exchange"])
+        return self._load_position(state)
+
+    def take_over(self, run: Run, steps: int) -> None:
+        """Read and write for all from now on, in the place of a worker 0 that has died after so many steps."""
+        self._run = run
+        self.saved_at = steps if run.checkpoints.file(steps).exists() else None
+        run.open_metrics(length_up_to(run.metrics_file, steps))
+
     # Saving -----------------------------------------------------------------------------------------------
 
-    def save(self, position: Position, path: str | Path | None = None) -> Path | None:
+    def save(self, position: Position, path: str | Path | None = None, replicas: Sequence[object] = ()) -> Path | None:
         """Write a checkpoint: into the run's directory, or to ``path``; None on all workers but the first.
 
-        Where replicas differ, it holds all of them, and the run's answer as its model.
+        Where replicas differ, ``replicas`` has those of all workers, and the model holds the run's answer.
         """
-        if self._exchange.rank == 0 or self._exchange.replicas_differ:
-            self._nan_guard.check_parameters(self._train_state.model)
-        replicas = self._exchange.gather(self._replica(common=False)) if self._exchange.replicas_differ else []
-        with self._exchange.averaged():
-            file = (
-                self._write({**self._state(position), "replicas": replicas}, path) if self._exchange.rank == 0 else None
-            )
+        file = (
+            self._write({**self.state(position), "replicas": list(replicas)}, path)
+            if self._exchange.rank == 0
+            else None
+        )
         if path is None or file is None:
             self.saved_at = position.steps
         return file
+
+    def check_parameters(self) -> None:
+        """Raise if the parameters of this worker are not fit to be saved."""
+        if self._exchange.rank == 0 or self._exchange.replicas_differ:
+            self._nan_guard.check_parameters(self._train_state.model)
 
     def _write(self, state: Mapping[str, Any], path: str | Path | None) -> Path:
         if path is not None:
@@ -201,17 +231,18 @@ class RunState:
         if self._run is not None:
             self._run.close()
 
-    def _replica(self, *, common: bool) -> dict[str, object]:
+    def replica(self, *, common: bool) -> dict[str, object]:
         """What of the state may differ from worker to worker; or all of it, with what they have in ``common``."""
         exchange = self._exchange.state_dict()
         if not common:
             exchange = {name: value for name, value in exchange.items() if name not in self._exchange.common_state}
         return {"trainee": self._train_state.state_dict(), "exchange": exchange}
 
-    def _state(self, position: Position) -> dict[str, object]:
+    def state(self, position: Position) -> dict[str, object]:
+        """What a checkpoint holds, beside the replicas of the others."""
         metrics = self._run.metrics if self._run is not None else None
         return {
-            **self._replica(common=True),
+            **self.replica(common=True),
             "data": self._data.state_dict(),
             "session": {
                 **position._asdict(),

@@ -206,6 +206,7 @@ class ServerRun:
         """Write a checkpoint: into the run's directory, or to ``path``."""
         with self._whole_state():
             self._note_hash()
+            self._run_state.check_parameters()
             return self._run_state.save(Position(self.steps, self._blocks, self.seed), path)
 
     @contextlib.contextmanager

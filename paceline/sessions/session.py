@@ -52,7 +52,7 @@ class Step:
         self.closure: Callable[[], Tensor] | None = None  # set by minimize(): where the gradients come from
         self.recorded: dict[str, Any] = {}
         self.skipped = False  # its loss was not finite, and the session was told to skip such steps
-        self.cancelled = False  # the server went on without it: the block was left early, and nothing came of it
+        self.cancelled = False  # the others went on without it, or one of them died: nothing came of it
 
     def record(self, **values: Any) -> None:
         """Put ``values`` in this step's line of the metrics; a ``loss`` among them is also checked for NaN.
@@ -81,7 +81,9 @@ class Step:
 class Session(ABC):
     """One worker's part in the training of one model; made by ``join()``.
 
-    ``steps`` counts the updates made, ``rank`` and ``world_size`` say which worker this is and of how many.
+    ``steps`` counts the updates made, ``rank`` and ``world_size`` say which worker this is and of how many. Under
+    ``paceline run`` and a policy without a server both may change with a step, or with anything else that all workers
+    do together: when a worker dies or joins. ``generation`` grows with each such change.
     """
 
     in_step = True  # between steps all workers have made the same updates, and have the same parameters
@@ -100,6 +102,7 @@ class Session(ABC):
     ) -> None:
         self.policy, self.rank, self.world_size, self.seed, self.run = policy, rank, world_size, seed, run
         self.steps = 0
+        self.generation = 0
         self.timing = Timing()
         self._train_state = train_state
         self._clock = clock
@@ -239,8 +242,11 @@ class Session(ABC):
 
     def close(self) -> None:
         """Release the run's directory, the model and the other workers; leaving the ``with`` block does it."""
-        if self._closed:
-            return
+        if not self._closed:
+            self._let_go()
+            report("left", step=self.steps)
+
+    def _let_go(self) -> None:
         self._closed = True
         try:
             self._release()
@@ -248,7 +254,6 @@ class Session(ABC):
             self._remove_hooks()
             if self._clock is not None:
                 self._clock.close()
-        report("left", step=self.steps)
 
     @abstractmethod
     def _release(self) -> None:
@@ -272,6 +277,9 @@ class Session(ABC):
             # and the checkpoint before it is the one from which a resumed run is exact.
             if not self._failed:
                 self._end_well()
+        except BaseException:
+            self._failed = True
+            raise
         finally:
             self.close()
         if not self._failed and self._data.handed_out and not self._opened and self.rank == 0:

@@ -1,0 +1,194 @@
+"""Going on without a worker that has died, and letting others join: what the session of peers does about it.
+
+What workers do together is numbered. When one of them dies, the exchange that is under way fails on some or all of the
+others. These form a new group. Some may have completed the exchange: those behind then copy all state from the
+furthest, if it was an update, and need nothing if it was anything else, since that ends with a confirmation of all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.errors import LostContactError
+from paceline.launch.reports import report
+from paceline.launch.roster import Doing, Member, Status
+from paceline.peers.connect import make_exchange
+from paceline.peers.exchange import Alone, Exchange, check_same_model
+from paceline.peers.forming import Forming
+from paceline.peers.group import Peers
+from paceline.policies import Progress
+from paceline.record.run import Run
+from paceline.sessions.run_state import Position, RunState
+from paceline.sessions.session import Session
+
+logger = logging.getLogger("paceline")
+
+T = TypeVar("T")
+
+
+class ReformingSession(Session):
+    """A session whose workers may die and join; without ``forming`` the failure of an exchange ends it."""
+
+    _exchange: Exchange
+    _run_state: RunState
+
+    def __init__(self, *args: Any, forming: Forming | None, run_path: Path | None, keep: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._forming = forming
+        self._run_path, self._keep = run_path, keep
+        self._operations = 0  # exchanges done with all others
+        self._stopping = False  # a worker was asked to stop, and all know it
+        self._highest_rate, self._decayed = 0.0, False  # of the learning rates so far
+
+    @abstractmethod
+    def _progress(self) -> Progress:
+        """How far the run has come."""
+
+    def _position(self) -> Position:
+        return Position(self.steps, self._blocks, self.seed, self._highest_rate, self._decayed)
+
+    # When an exchange fails -------------------------------------------------------------------------------
+
+    def _together(self, action: Callable[[], T]) -> T:
+        """Do what all workers do together and changes no state of the run; with other workers again if one dies."""
+        if self._forming is None:
+            return action()
+        if self._current is not None:  # the step is given up as a whole
+            if self._current.cancelled:
+                raise LostContactError("the step is given up, since another worker has died")
+            return action()
+        while True:
+            done = False
+            try:
+                result = action()
+                done = True
+                self._exchange.confirm()
+                break
+            except LostContactError as lost:
+                # Who has gone on has the confirmation that all were done.
+                if self._recover(lost, "other") and done:
+                    break
+        self._operations += 1
+        return result
+
+    def _recover(self, lost: LostContactError, doing: Doing, kept: Mapping[str, Any] | None = None) -> bool:
+        """Go on with the workers that are left; return whether they have already done what this one was doing.
+
+        ``kept`` is the state of the exchange before it began, if that is not its present one.
+        """
+        if self._forming is None:
+            raise lost
+        began = time.perf_counter()
+        self._forming.await_death(lost)
+        _forget_frames(lost)
+        return self._regroup(doing, began, kept, failed=True)
+
+    def _let_others_in(self) -> None:
+        """Form a new group between two steps, if others wait to join."""
+        if self._forming is not None and self._forming.is_due(self._operations, self._exchange.lead()):
+            self._regroup("step", time.perf_counter(), failed=False)
+
+    def _regroup(self, doing: Doing, began: float, kept: Mapping[str, Any] | None = None, *, failed: bool) -> bool:
+        assert self._forming is not None
+        before = self._forming.formation.members
+        kept = self._exchange.kept_state() if kept is None else kept
+        self._exchange.close()
+        self._exchange = Alone()
+        self._run_state.go_on(self._exchange)
+        behind = False
+        while True:
+            try:
+                peers = self._forming.form(Status(self.steps, self._operations, doing, True), failed=failed)
+                behind = self._forming.formation.is_behind(peers.rank) or behind
+                self._go_on_with(peers, kept)
+                break
+            except LostContactError as lost:
+                failed = True
+                self._forming.await_death(lost)
+                _forget_frames(lost)
+        self._tell(before, time.perf_counter() - began)
+        return behind
+
+    # With the new group -----------------------------------------------------------------------------------
+
+    def _go_on_with(self, peers: Peers, kept: Mapping[str, Any]) -> None:
+        """Have the exchange and the state with which the members of a new group go on; all of them call it together."""
+        assert self._forming is not None
+        formation = self._forming.formation
+        source = formation.source
+        assert source is not None
+        if peers.rank == source:
+            # What a worker has learned since the last exchange is lost with it, or with the state that it had.
+            staying = {member for rank, member in enumerate(formation.members) if not formation.copies(rank)}
+            self._data.owe({*self._data.workers} - staying)
+        if formation.newcomers:
+            check_same_model(self._train_state.model, peers)
+        exchange = make_exchange(self._train_state.model, self.policy, peers)
+        try:
+            shared = {
+                "owed": list(self._data.owed),
+                "exchange": {name: kept[name] for name in exchange.common_state if name in kept},
+                "run": self._state(kept) if any(map(formation.copies, range(peers.size))) else None,
+            }
+            shared = exchange.share(shared if peers.rank == source else None, source)
+            exchange.load_state_dict({**kept, **shared["exchange"]})
+        except BaseException:
+            exchange.close()
+            raise
+        self._exchange = exchange
+        self._run_state.go_on(exchange)
+        self._nan_guard.each_skips = exchange.replicas_differ
+        if formation.copies(peers.rank):
+            self._copy(shared["run"])
+        self._data.owed = tuple(shared["owed"])
+        self._data.move(formation.members)
+        self.rank, self.world_size, self.generation = peers.rank, peers.size, formation.number
+        if self.rank == 0 and self._run_path is not None and self.run is None:
+            self.run = Run(self._run_path, resume=True, keep=self._keep)
+            self._run_state.take_over(self.run, self.steps)
+        self._exchange.started(self._progress())
+
+    def _state(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """All that another worker needs to go on from here."""
+        return {
+            **self._run_state.state(self._position()),
+            "exchange": kept,
+            "since": self._data.since_exchange(),
+            "operations": self._operations,
+            "stopping": self._stopping,
+            "run_path": None if self._run_path is None else str(self._run_path),
+        }
+
+    def _copy(self, state: Mapping[str, Any]) -> None:
+        """Have the state of another worker."""
+        position = self._run_state.copy(state)
+        self.steps, self._blocks, self.seed, self._highest_rate, self._decayed = position
+        self._data.load_since_exchange(state["since"], lambda worker: worker and Member(*worker))
+        self._operations, self._stopping = state["operations"], state["stopping"]
+        self._run_path = None if state["run_path"] is None else Path(state["run_path"])
+
+    def _tell(self, before: tuple[Member, ...], pause: float) -> None:
+        """Tell the supervisor and the metrics who has died and joined."""
+        assert self._forming is not None
+        members = self._forming.formation.members
+        change = {
+            "workers": self.world_size,
+            "died": sorted({member.worker for member in before if member not in members}),
+            "joined": sorted({member.worker for member in members if member not in before}),
+            "pause": pause,
+        }
+        report("re-formed", step=self.steps, number=self.generation, **change)
+        self._write("re-formed", generation=self.generation, **change)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of a failed call refer to: a Gloo group is left only when nothing refers to it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
