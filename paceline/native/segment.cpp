@@ -26,7 +26,8 @@ constexpr int nap_milliseconds = 50;  // a dead rank is noticed within this
 constexpr auto time_to_wake_up = std::chrono::microseconds(150);
 constexpr Clock::duration least_patience = std::chrono::microseconds(16), most_patience = std::chrono::milliseconds(1);
 // Between moves to another core. With two ranks on two cores beside four loops, pauses of 0, 4 and 20 ms gave the same
-// medians. Beside one loop a fixed pause of 20 ms made a tensor of 25 MB take 8.4 ms instead of 3.9, a growing one did not.
+// medians. Beside one loop a fixed pause of 20 ms made a tensor of 25 MB take 8.5 ms instead of 3.9, a growing one did not.
+// The longest bounds how long two ranks stay on one core.
 constexpr Clock::duration least_move_pause = std::chrono::milliseconds(20), most_move_pause = 8 * least_move_pause;
 
 size_t aligned(size_t bytes) { return (bytes + 4095) & ~size_t(4095); }
