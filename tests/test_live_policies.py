@@ -123,7 +123,7 @@ def test_staleness_and_bytes_are_counted(ended: Ended) -> None:
         assert told["pushes"] == len(stale)
         assert told["staleness"] == (pytest.approx(sum(stale) / len(stale)) if stale else None)
         assert told["bytes_in"] >= 4 * SAMPLES * told["pushes"]
-        assert told["bytes_out"] > 0
+        assert told["bytes_out"] > 0 or not told["pushes"]  # others may have used all batches before it came
 
 
 def test_nobody_runs_ahead_further_than_the_bound_of_ssp() -> None:

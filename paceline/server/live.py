@@ -26,7 +26,7 @@ from paceline.record import trace as traced
 from paceline.record.trace import TraceWriter
 from paceline.server.averages import Averages
 from paceline.server.demand import Demand
-from paceline.server.members import Figures, Member
+from paceline.server.members import Figures, Member, Standing
 from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
 from paceline.store.commit_rule import CommitRule
@@ -313,7 +313,7 @@ class LiveServer:
         self._trace(traced.Left(member.rank, dead, self._now(), version))
         del self._members[member.rank], self._by_peer[member.peer]
         self._queue.give_back(member.rank)
-        if not member.idle:
+        if member.standing is Standing.IN_ROUNDS:
             self._do(self._policy.left(self._state, member.rank, self._now()))
 
     def _take_ask(self, member: Member, message: wire.Ask) -> None:
@@ -321,11 +321,9 @@ class LiveServer:
         if demand.batches and not self._queue.described:
             raise WireError("a batch was asked for, and nobody has said what the data is")
         self._trace(traced.Asked(member.rank, message.epochs, message.version))
-        member.demand, member.ask, member.owed = demand, message.number, True
+        member.demand, member.ask = demand, message.number
         self._queue.give_back(member.rank)
-        if member.idle:
-            member.idle = False
-            self._enter(member)
+        self._end_rest(member)
         self._do(self._policy.asked(self._state, member.rank, self._now()))
 
     def _take_push(self, member: Member, message: wire.PushMessage) -> None:
@@ -395,10 +393,10 @@ class LiveServer:
     def _take_mean(self, member: Member, message: wire.Mean) -> None:
         """Take a worker's part of a mean; rounds go on without it, or others would wait for it and it for them."""
         self._averages.add(member.rank, message)
-        if member.averages:
-            return
-        member.averages = True
-        if not member.idle:
+        if member.standing is Standing.RESTING:
+            member.standing = Standing.AVERAGING_AT_REST
+        elif member.standing is Standing.IN_ROUNDS:
+            member.standing = Standing.AVERAGING
             self._queue.give_back(member.rank)
             self._do(self._policy.left(self._state, member.rank, self._now()))
 
@@ -467,8 +465,16 @@ class LiveServer:
 
     def _let_rest(self, member: Member) -> None:
         """There is no batch for a member now: rounds go on without it."""
-        member.idle = True
+        member.standing = Standing.RESTING
         self._do(self._policy.left(self._state, member.rank, self._now()))
+
+    def _end_rest(self, member: Member) -> None:
+        """Let a member that rests take part in rounds again, at once or after the mean that it waits for."""
+        if member.standing is Standing.AVERAGING_AT_REST:
+            member.standing = Standing.AVERAGING
+        elif member.standing is Standing.RESTING:
+            member.standing = Standing.IN_ROUNDS
+            self._enter(member)
 
     def _parameters_for(self, member: Member) -> memoryview | None:
         """What has to travel to a member of another host; what of it still waits is copied before the next commit."""
@@ -607,11 +613,11 @@ class LiveServer:
             self._note_down()
             for member in told:
                 member.peer.send(wire.Averaged(key, values))
-                member.averages = False
-                if not member.idle:
+                member.standing = Standing.RESTING if member.standing.rests else Standing.IN_ROUNDS
+                if member.standing is Standing.IN_ROUNDS:
                     self._enter(member)
             for member in told:
-                if member.owed and not member.idle:
+                if member.standing is Standing.IN_ROUNDS and member.demand is not None:
                     self._do(self._policy.asked(self._state, member.rank, self._now()))
 
     def _save(self) -> None:
@@ -626,12 +632,10 @@ class LiveServer:
 
     def _wake_for_returned(self) -> None:
         """Give batches that have come back to members that have none."""
-        for member in [member for member in self._members.values() if member.idle]:
-            if member.averages or not self._has_batch_for(member):
-                continue
-            member.idle = False
-            self._enter(member)
-            self._do(self._policy.asked(self._state, member.rank, self._now()))
+        for member in [member for member in self._members.values() if member.standing is Standing.RESTING]:
+            if self._has_batch_for(member):
+                self._end_rest(member)
+                self._do(self._policy.asked(self._state, member.rank, self._now()))
 
     def _has_batch_for(self, member: Member) -> bool:
         return member.demand is not None and member.demand.batches and self._queue.has(member.demand)
@@ -647,9 +651,8 @@ class LiveServer:
                 self._let_rest(member)
         done = self._without_batches()  # those, and the ones that had waited for the commit
         for member in done:
-            member.idle = member.owed = False
-            if not member.averages:
-                self._enter(member)  # all of them before the first asks again: a round needs them all
+            member.demand = None
+            self._end_rest(member)  # all of them before the first asks again: a round needs them all
         for member in done:
             self._trace(traced.Finished(member.rank, self._memory.version))
         self._note_down()
@@ -659,7 +662,7 @@ class LiveServer:
             member.peer.send(wire.Finished(self._memory.version, member.ask), self._parameters_for(member))
 
     def _without_batches(self) -> list[Member]:
-        return [member for member in self._members.values() if member.idle and self._has_used_all(member)]
+        return [member for member in self._members.values() if member.standing.rests and self._has_used_all(member)]
 
     def _held_back(self) -> list[Member]:
         """Those without batches to whom the policy gives no step."""

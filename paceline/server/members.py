@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from paceline.server.demand import Demand
@@ -33,6 +34,19 @@ class Figures:
         return values
 
 
+class Standing(Enum):
+    """Whether a member takes part in the policy's rounds, and if not, why."""
+
+    IN_ROUNDS = auto()
+    RESTING = auto()  # there was no batch for it
+    AVERAGING = auto()  # it waits for a mean, so that a round must not wait for it
+    AVERAGING_AT_REST = auto()  # there was no batch for it, and then it asked for a mean
+
+    @property
+    def rests(self) -> bool:
+        return self in (Standing.RESTING, Standing.AVERAGING_AT_REST)
+
+
 @dataclass(kw_only=True, eq=False)
 class Member:
     """A worker that takes part."""
@@ -43,12 +57,10 @@ class Member:
     local: bool  # shares the server's memory
     figures: Figures
     life: int = 0  # its incarnation, as the policy knows it
-    demand: Demand | None = None  # what it asked steps for last, if it has asked
+    standing: Standing = Standing.IN_ROUNDS
+    demand: Demand | None = None  # what it has asked steps for; None before, and after it was told that none are left
     ask: int = 0  # the number of its last asking
     step: int = -1  # the one that it was sent last
     step_began: float = 0.0
     pushed_at: float | None = None  # and no new step since then
-    idle: bool = False  # there was no batch for it
-    owed: bool = False  # it has asked, and not been told that there are no more batches
-    averages: bool = False  # waits for a mean, and takes no part in rounds until then
     first_epoch: int = -1  # the epoch that it came in, if it came after the run's first one
