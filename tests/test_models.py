@@ -9,18 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.problems import MODELS
-from paceline.problems.models import IMAGE_MODELS, VECTOR_MODELS
+from paceline.problems.models import IMAGE_MODELS, MODELS, TEXT_MODELS, VECTOR_MODELS
 from paceline.problems.models.gpt import GPT
 
 IMAGE_SHAPES: list[tuple[int, ...]] = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 CASES = [(name, shape) for name in IMAGE_MODELS for shape in IMAGE_SHAPES]
 CASES += [(name, (32,)) for name in VECTOR_MODELS]
-CASES += [("gpt", (16,))]
+CASES += [(name, (16,)) for name in TEXT_MODELS]
 
 
 def inputs_for(name: str, shape: tuple[int, ...], batch: int, num_classes: int) -> Tensor:
-    if name == "gpt":
+    if name in TEXT_MODELS:
         return torch.randint(num_classes, (batch, *shape))
     return torch.randn(batch, *shape)
 
@@ -34,7 +33,7 @@ def num_parameters(model: nn.Module) -> int:
 def test_every_example_gets_its_logits(name: str, shape: tuple[int, ...], batch: int) -> None:
     model = MODELS[name](shape, 7)
     outputs = model(inputs_for(name, shape, batch, 7))
-    assert outputs.shape == ((batch, *shape, 7) if name == "gpt" else (batch, 7))
+    assert outputs.shape == ((batch, *shape, 7) if name in TEXT_MODELS else (batch, 7))
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
@@ -50,7 +49,7 @@ def test_gradient_reaches_every_parameter(name: str, shape: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_global_seed_decides_the_initial_parameters(name: str) -> None:
-    shape = (16,) if name == "gpt" else (1, 8, 8)
+    shape = (16,) if name in TEXT_MODELS else (1, 8, 8)
 
     def fresh(seed: int) -> Tensor:
         torch.manual_seed(seed)
@@ -89,6 +88,7 @@ def test_layers_of_the_dense_networks(name: str, layers: list[str]) -> None:
         ("lenet", (1, 28, 28), 10, 61_706),  # as usually counted; LeCun et al. connect the second layer sparsely
         ("resnet20", (3, 32, 32), 10, 269_722),  # He et al., table 6: 0.27M; option A has no shortcut parameters
         ("gpt", (128,), 65, 3_208_960),
+        ("tiny-gpt", (128,), 65, 112_448),
     ],
 )
 def test_number_of_parameters(name: str, shape: tuple[int, ...], num_classes: int, count: int) -> None:

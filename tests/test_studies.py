@@ -26,9 +26,11 @@ from paceline.spec import from_spec
 from paceline.studies import (
     STUDIES,
     CommunicationStudy,
+    DiLoCoStudy,
     LocalSGDStudy,
     OptimizersStudy,
     ScalingStudy,
+    SMAStudy,
     StragglersStudy,
     Study,
     StudyContext,
@@ -62,6 +64,20 @@ QUICK: dict[str, Study] = {
     ),
     "scaling": ScalingStudy(
         problem="digits", model="net1", examples=256, workers=(1, 2), epochs=2, target=0.2, judges=100, seeds=2
+    ),
+    "sma": SMAStudy(
+        problem="digits",
+        model="net1",
+        examples=256,
+        learners=(2,),
+        rates=(0.02,),
+        epochs=2,
+        target=0.2,
+        judges=100,
+        seeds=2,
+    ),
+    "diloco": DiLoCoStudy(
+        problem="digits", model="net1", workers=2, every=4, steps=8, judges=100, link="1ms 10kB/s", seeds=2
     ),
     "warm-up": WarmUpStudy(problem="digits", workers=8, rates=(0.1,), epochs=2, seeds=2),
 }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from paceline.studies.communication import CommunicationStudy
+from paceline.studies.diloco import DiLoCoStudy
 from paceline.studies.local_sgd import LocalSGDStudy
 from paceline.studies.optimizers import OptimizersStudy
 from paceline.studies.scaling import ScalingStudy
+from paceline.studies.sma import SMAStudy
 from paceline.studies.stragglers import StragglersStudy
 from paceline.studies.study import Study, StudyContext, StudyResult
 from paceline.studies.trade_off import TradeOffStudy
@@ -14,8 +16,10 @@ from paceline.studies.warm_up import WarmUpStudy
 __all__ = [
     "STUDIES",
     "CommunicationStudy",
+    "DiLoCoStudy",
     "LocalSGDStudy",
     "OptimizersStudy",
+    "SMAStudy",
     "ScalingStudy",
     "StragglersStudy",
     "Study",
@@ -35,5 +39,7 @@ STUDIES: dict[str, type[Study]] = {
         WarmUpStudy,
         LocalSGDStudy,
         ScalingStudy,
+        SMAStudy,
+        DiLoCoStudy,
     )
 }

@@ -40,7 +40,7 @@ class Arm:
     delay: str = "1"
     link: str = "instant"
     points: int = 1  # evaluations, evenly over the run
-    judges: int | None = None  # test examples to evaluate on, the first ones; None: all
+    judges: int | None = None  # examples to evaluate on, the first ones of each set; None: all
 
     def steps(self, problem: Problem) -> int:
         """Updates in its epochs."""
@@ -126,15 +126,16 @@ class Trials:
         """The arms with a trial, in their order."""
         return list(dict.fromkeys(trial.arm for trial in self.done))
 
-    def curve(self, arm: Arm, y: Callable[[Point], float]) -> Series:
-        """The mean of ``y`` over the seeds, against the epochs; the start is left out."""
+    def curve(self, arm: Arm, y: Callable[[Point], float], *, by_time: bool = False) -> Series:
+        """The mean of ``y`` over the seeds, against the epochs or the mean time; the start is left out."""
         trials = [trial for trial in self.done if trial.arm == arm]
         points = list(zip(*(trial.outcome.curve[1:] for trial in trials), strict=True))
-        last = points[-1][0].commits
+        per_epoch = points[-1][0].commits / arm.epochs
+        times = [interval([point.seconds for point in column]).mean for column in points]
         return Series(
             label=arm.name,
             panel=arm.group,
-            x=tuple(arm.epochs * column[0].commits / last for column in points),
+            x=tuple(times if by_time else [column[0].commits / per_epoch for column in points]),
             y=tuple(interval([*map(y, column)]).mean for column in points),
         )
 
@@ -168,8 +169,8 @@ def _train(arm: Arm, problem: Problem, seed: int, stop: Sequence[object]) -> Tri
     training.finish(stop)
     if stop:
         return None
-    on_train = dataclasses.replace(problem, test=problem.train)
-    loss, value, _ = evaluate(training.model, on_train)
+    judged = problem.train if arm.judges is None else first(problem.train, arm.judges)
+    loss, value, _ = evaluate(training.model, dataclasses.replace(problem, test=judged))
     return Trial(arm=arm, seed=seed, outcome=training.outcome(), train_loss=loss, train_value=value)
 
 

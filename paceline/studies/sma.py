@@ -1,0 +1,152 @@
+"""Synchronous model averaging against synchronous SGD, as in the deck's "CROSSBOW"."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import UsageError
+from paceline.problems import Problem
+from paceline.report.series import Axis
+from paceline.studies.arms import Arm, Trial, Trials, check_counts, error, load_first, note_on, run_arms
+from paceline.studies.intervals import Interval, verdict
+from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+
+ALONE, SMA, SSGD = "one learner", "SMA", "S-SGD"
+_FACTOR = 1.2  # the epochs of SMA over those of one learner that the paper's figures suggest
+
+
+@dataclass(frozen=True, kw_only=True)
+class SMAStudy(Study):
+    """Train small batches on several learners to a target: by synchronous model averaging, or by synchronous SGD.
+
+    SMA should need hardly more epochs than one learner with the same batch, and fewer than synchronous SGD, whose
+    batch is that of all learners. Every line has its best of several rates. The last notes say what holds.
+    """
+
+    name: ClassVar[str] = "sma"
+    title: ClassVar[str] = "Model averaging with small batches"
+
+    problem: str = option("mnist", "What to train on; digits needs no data.")
+    model: str = option("lenet", "The network.")
+    examples: int | None = option(8000, "Training examples to use, the first ones.")
+    learners: tuple[int, ...] = option((4, 8), "Numbers of learners, beside one alone.")
+    batch_size: int = option(16, "Of each learner.")
+    rates: tuple[float, ...] = option((0.02, 0.1), "Learning rates, the same for every learner.")
+    epochs: int = option(8, "Of every run.")
+    target: float = option(0.95, "Accuracy to reach.")
+    delay: str = option("1+exp(4)", "How long a learner computes on a mini-batch.")
+    link: str = option("10us 10GB/s", "Between the learners, of one machine.")
+    judges: int | None = option(2000, "Examples to evaluate on, the first ones.")
+    seeds: int = option(5, "Runs of every line.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, "batch_size", "epochs", "seeds")
+        if not self.learners or min(self.learners) < 2 or len(set(self.learners)) < len(self.learners):
+            raise UsageError(f"study {self.name!r}: learners are different numbers from 2, got {self.learners}")
+        if not self.rates or min(self.rates) <= 0 or len(set(self.rates)) < len(self.rates):
+            raise UsageError(f"study {self.name!r}: rates are different numbers above 0, got {self.rates}")
+
+    def run(self, context: StudyContext) -> StudyResult:
+        problem = load_first(self.problem, self.model, self.examples, context)
+        trials = run_arms([arm for rate in self.rates for arm in self._arms(rate)], problem, self.seeds, context)
+        return StudyResult(
+            study=self,
+            seed=context.seed,
+            columns=(
+                Column(name="algorithm"),
+                Column(name="learners"),
+                Column(name="batch of all"),
+                Column(name="rate"),
+                Column(name="error %"),
+                Column(name=f"epochs to {self.target:g}"),
+                Column(name=f"virtual s to {self.target:g}", decimals=0),
+                Column(name="utilisation %", decimals=1),
+            ),
+            rows=tuple(self._row(arm, trials, problem) for arm in trials.arms()),
+            x_axis=Axis(label="epoch"),
+            y_axis=Axis(label="test error (%)", scale="log"),
+            series=tuple(trials.curve(arm, error) for arm in trials.arms()),
+            notes=(*self._notes(), *self._verdicts(trials, problem)),
+            records=tuple(trial.as_record() for trial in trials.done),
+            missing=trials.interrupted_at,
+            interrupted=trials.interrupted_at is not None,
+        )
+
+    def _arms(self, rate: float) -> list[Arm]:
+        several = [(name, count) for count in self.learners for name in (SMA, SSGD)]
+        return [self._arm(rate, name, count) for name, count in [(ALONE, 1), *several]]
+
+    def _arm(self, rate: float, name: str, learners: int) -> Arm:
+        return Arm(
+            name=name if learners == 1 else f"{name} x {learners}",
+            group=f"rate {rate:g}",
+            optimizer=f"sgd(lr={rate!r}, momentum=0.9)",
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            workers=learners,
+            policy="sma" if name == SMA else "all-reduce",
+            delay=self.delay,
+            link=self.link,
+            points=4 * self.epochs,
+            judges=self.judges,
+        )
+
+    def _epochs(self, arm: Arm, trials: Trials, problem: Problem) -> Interval:
+        """Infinite where a seed did not reach the target."""
+        return trials.mean(arm, lambda trial: trial.epochs_to(problem, self.target))
+
+    def _row(self, arm: Arm, trials: Trials, problem: Problem) -> tuple[Cell, ...]:
+        epochs = self._epochs(arm, trials, problem)
+        seconds = trials.mean(arm, lambda trial: trial.time_to(problem, self.target)).mean
+        return (
+            arm.name.partition(" x ")[0],
+            arm.workers,
+            arm.batch_size * arm.workers,
+            arm.group.removeprefix("rate "),
+            trials.mean(arm, lambda trial: trial.error).show(),
+            epochs.show() if math.isfinite(epochs.mean) else None,
+            seconds if math.isfinite(seconds) else None,
+            trials.mean(arm, lambda trial: 100 * (1 - trial.outcome.run.waiting)).mean,
+        )
+
+    def _best(self, name: str, learners: int, trials: Trials, problem: Problem) -> Arm | None:
+        """The arm of the rate with the fewest epochs to the target; None if none reached it."""
+        arms = [arm for rate in self.rates if (arm := self._arm(rate, name, learners)) in trials.arms()]
+        reached = [arm for arm in arms if math.isfinite(self._epochs(arm, trials, problem).mean)]
+        return min(reached, key=lambda arm: self._epochs(arm, trials, problem).mean, default=None)
+
+    def _verdicts(self, trials: Trials, problem: Problem) -> list[str]:
+        def epochs(trial: Trial) -> float:
+            return trial.epochs_to(problem, self.target)
+
+        found = []
+        for count in self.learners:
+            wanted = ((ALONE, 1), (SMA, count), (SSGD, count))
+            alone, averaged, large = (self._best(name, learners, trials, problem) for name, learners in wanted)
+            if alone is None or averaged is None or large is None:
+                found.append(f"With {count} learners nothing is shown: not all reached {self.target:g}.")
+                continue
+            spare = [
+                _FACTOR * one - several
+                for one, several in zip(trials.of(alone, epochs), trials.of(averaged, epochs), strict=False)
+            ]
+            claim = f"SMA x {count} needs at most {_FACTOR:g} times the epochs of one learner"
+            found.append(verdict(claim, spare, "epochs to spare"))
+            claim = f"S-SGD x {count} needs more epochs than SMA x {count}"
+            found.append(verdict(claim, trials.differences(large, averaged, epochs), "epochs"))
+        return found
+
+    def _notes(self) -> tuple[str, ...]:
+        return (
+            "After the slides on CROSSBOW in the lecture on large batches (Koliousis et al., 2019), whose figures have "
+            "no numbers; the paper reports 1.3 to 4 times shorter times to accuracy than TensorFlow on 8 GPUs.",
+            f"{self.problem}, {self.model}, the first {self.examples} training examples, batches of {self.batch_size} "
+            "per learner, momentum 0.9, constant rates. SMA has alpha = 1 / learners and central momentum 0.9. Claims "
+            f"are about the rate with the fewest epochs to {self.target:g}. The error is measured four times an epoch.",
+            f"Times are those of the virtual clock: compute times {self.delay}, links {self.link}. Utilisation is the "
+            "share of time in which learners compute; what a device gains from larger batches is not part of it.",
+            note_on(self.seeds),
+        )
