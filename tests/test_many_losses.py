@@ -55,7 +55,7 @@ def test_a_bad_loss_recorded_late_stops_all_too(world: World) -> None:
     """Worker 0 does not know of it, and may only find that worker 1 is gone."""
     first, second = world(2, lambda group: lose(group, "stop", bad={(1, 1)}, record="after"), timeout=3)
     assert second == (["done", "NonFiniteLossError"], 0.75)
-    assert first[0][-1] == "CommError"
+    assert first[0][-1] == "LostContactError"
 
 
 @pytest.mark.parametrize("bad", [{(1, 0)}, {(1, 1)}, {(1, 0), (1, 1)}])
