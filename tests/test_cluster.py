@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.delays.delay import parse_delay
 from paceline.errors import UsageError
-from paceline.policies import POLICIES, PeersPolicy
+from paceline.policies import POLICIES, PeersPolicy, ServerPolicy
 from paceline.virtual.agenda import Agenda, StepEnds
 from paceline.virtual.formulas import iteration_time, mean_staleness
 from paceline.virtual.links import parse_link, ring_seconds, server_seconds
@@ -257,7 +257,10 @@ def test_a_run_needs_an_end_and_a_commit() -> None:
 # The same seed, and the same run however it is cut -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"ada-sync", "local-sgd"}))
+SERVER_POLICIES = sorted(name for name, policy in POLICIES.items() if issubclass(policy, ServerPolicy))
+
+
+@pytest.mark.parametrize("policy", ["all-reduce", *(name for name in SERVER_POLICIES if name != "ada-sync")])
 def test_the_same_seed_is_the_same_run(policy: str) -> None:
     needed = {"ssp": "(bound=1)", "downpour": "(period=2)"}
     text = policy + needed.get(policy, "(k=3)" if policy.startswith("k-") else "")
