@@ -240,6 +240,7 @@ def test_a_value_that_was_not_measured_is_a_dash_in_tables(capsys: pytest.Captur
     assert [line.split() for line in capsys.readouterr().out.splitlines()][1:] == [["4", "1.2"], ["8", "-"]]
 
 
+@pytest.mark.soak
 def test_threads(run: Scripts) -> None:
     found = run("threads.py")
     ways = [(row["threads"], row["beside"]) for row in found["rows"]]
