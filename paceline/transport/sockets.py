@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+from collections.abc import Callable
 
 from paceline.errors import CommError, UsageError
 
@@ -17,13 +18,7 @@ _INFO = struct.Struct("<3xB20xI28xI")  # of Linux's tcp_info: probes, unacknowle
 def connect(address: str, seconds: float) -> socket.socket:
     """Connect to a server; raise ``OSError`` if it is not there, or not within so long."""
     if address.startswith("ipc://"):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(_abstract_name(address))
-        except OSError:
-            connection.close()
-            raise
-        return connection
+        return _of_this_host(lambda connection: connection.connect(_abstract_name(address)))
     return socket.create_connection(_host_and_port(address), timeout=seconds)
 
 
@@ -38,14 +33,20 @@ def listen(address: str) -> socket.socket:
 
 
 def _listen_here(address: str) -> socket.socket:
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        door.bind(_abstract_name(address))
-    except OSError:
-        door.close()
-        raise
+    door = _of_this_host(lambda door: door.bind(_abstract_name(address)))
     door.listen(_BACKLOG)
     return door
+
+
+def _of_this_host(use: Callable[[socket.socket], None]) -> socket.socket:
+    """A socket for this host alone, connected or bound by ``use``; closed if that fails."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        use(made)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def _listen_to_all(address: str) -> socket.socket:
