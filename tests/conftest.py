@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import subprocess
 import threading
 import time
 import unittest.mock
@@ -93,6 +94,15 @@ def file() -> Iterator[int]:
     descriptor = os.memfd_create("test")
     yield descriptor
     os.close(descriptor)
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that can die in a worker's place."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,16 @@ ENVIRONMENT = {
 DEADLINE = 200.0
 MARK = "PACELINE_TEST_MARK"
 
+# The model of a problem's file. Dropout and batch normalisation: a step that is taken twice, or by half, shows.
+FRAGILE_MODEL = """
+from torch import nn
+
+def make_model():
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)
+    )
+"""
+
 
 @contextlib.contextmanager
 def started(arguments: Sequence[str], *, mark: str = "", **variables: str) -> Iterator[subprocess.Popen[str]]:

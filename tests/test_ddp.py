@@ -13,6 +13,7 @@ import against_torch
 import pytest
 import torch
 from conftest import REPOSITORY, World
+from failing import Fails, Mistake
 from joined_batch import backward, momentum, one_weight
 from quick import over_one_backend
 from safetensors.torch import load_file
@@ -209,15 +210,6 @@ def test_a_second_backward_on_the_same_pass_is_refused(world: World) -> None:
 def test_half_an_exchange_is_not_followed_by_another(world: World) -> None:
     """Worker 1 fails in the midst of backward, catches it and goes on: worker 0 still waits for the other half."""
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, inputs: Tensor) -> Tensor:
-            return inputs.clone()
-
-        @staticmethod
-        def backward(context: Any, gradient: Tensor) -> Tensor:
-            raise KeyError("of the user's")
-
     class Model(nn.Sequential):
         fails = False
 
@@ -232,7 +224,7 @@ def test_half_an_exchange_is_not_followed_by_another(world: World) -> None:
         model = Model(one_weight(), one_weight())
         model.fails = group.rank() == 1
         wrapped = Wrapped(model, bucket_cap_mb=0, process_group=group)
-        with pytest.raises(KeyError if group.rank() == 1 else CommError):
+        with pytest.raises(Mistake if group.rank() == 1 else CommError):
             backward(wrapped(torch.ones(1, 1)).sum())
         with pytest.raises(CommError, match="resume"):
             wrapped(torch.ones(1, 1))

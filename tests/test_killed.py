@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import DEADLINE, ENVIRONMENT, started, wait_for_checkpoint
+from processes import DEADLINE, ENVIRONMENT, FRAGILE_MODEL, started, wait_for_checkpoint
 from quick import quick
 from same_bits import assert_same, metrics_of
 
@@ -20,22 +20,17 @@ from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 
 pytestmark = pytest.mark.processes
 
-# Dropout and batch normalisation: a step that is taken twice, or by half, shows.
 # Where it is to be killed or interrupted it becomes slow, so that it does not end before.
-PROBLEM = """
+PROBLEM = f"""
+{FRAGILE_MODEL}
 import os, time
 from dataclasses import replace
-from torch import nn
 from paceline.problems.load import load_problem
 
 steps = 0
 
 def problem():
     digits = load_problem("digits")
-    def make_model():
-        return nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)
-        )
     def loss(outputs, targets):
         global steps
         steps += outputs.requires_grad

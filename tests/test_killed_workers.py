@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import DEADLINE, finished, living, started, wait_for_checkpoint, wait_until_gone
+from processes import DEADLINE, FRAGILE_MODEL, finished, living, started, wait_for_checkpoint, wait_until_gone
 from same_bits import assert_same, metrics_of
 
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
@@ -35,20 +35,15 @@ def dawdle(outputs):
     time.sleep(1.0 if slow else 0.005)
 """
 
-# Dropout and batch normalisation: a step that is taken twice, or by half, shows.
 FRAGILE = f"""
 {SLOW}
+{FRAGILE_MODEL}
 from dataclasses import replace
-from torch import nn
 from paceline.problems.load import load_problem
 from paceline.problems import Recipe
 
 def problem():
     digits = load_problem("digits")
-    def make_model():
-        return nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)
-        )
     def loss(outputs, targets):
         dawdle(outputs)
         return digits.loss(outputs, targets)

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 
-import pytest
 from led_by_hand import Hand, batches, cluster_of_hands
 from live import Cluster
 
 from paceline.transport.messages import Ask, Leave, PushMessage, Skip, Unknown
-
-
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that can die in a worker's place."""
-    process = subprocess.Popen(["sleep", "60"])
-    yield process
-    process.kill()
-    process.wait()
 
 
 def test_a_round_is_completed_by_a_leave() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,15 +15,6 @@ from paceline.train_state import TrainState
 from paceline.transport.messages import Averaged, Finished, Leave, Mean
 
 COUNT = 24
-
-
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that can die in a worker's place."""
-    process = subprocess.Popen(["sleep", "60"])
-    yield process
-    process.kill()
-    process.wait()
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (70, 70), (0, 2)], ids=str)

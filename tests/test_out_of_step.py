@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import World
+from failing import Fails, Mistake
 from joined_batch import backward, momentum, peers_of
 from quick import over_one_backend
 from torch import Tensor, nn
@@ -21,22 +22,6 @@ from paceline.policies import AllReduce
 
 TIMEOUT = 2.0  # of the groups: what a worker waits for another that will never come
 STEPS = 6
-
-
-class Mistake(Exception):
-    """Of the user's."""
-
-
-class Fails(torch.autograd.Function):
-    """Does nothing, and fails in its backward pass."""
-
-    @staticmethod
-    def forward(context: Any, inputs: Tensor) -> Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        raise Mistake
 
 
 def two_layers() -> nn.Sequential:

@@ -24,6 +24,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from paceline.errors import CommError, UsageError
 from paceline.record.checkpoint import read_checkpoint
+from paceline.server.client import Client
+from paceline.server.demand import OWN_DATA
 from paceline.sessions.worker import WorkerSession
 from paceline.store.partition import deal, layouts_of
 from paceline.train_state import TrainState, parameters_of
@@ -192,14 +194,20 @@ def test_an_epoch_uses_every_sample_once(policy: str) -> None:
 # What is refused, and resent ----------------------------------------------------------------------------------------
 
 
+def in_first_step(cluster: ShardedCluster) -> tuple[TrainState, Client]:
+    """A worker that has its first step, and gradients to push."""
+    train_state = versions()
+    client = cluster.client(train_state.model, 0)
+    client.ask(OWN_DATA)
+    client.next_step(OWN_DATA)
+    for parameter in train_state.model.parameters():
+        parameter.grad = torch.full_like(parameter, -1.0)
+    return train_state, client
+
+
 def test_a_part_that_is_not_finite_is_refused_by_name() -> None:
     with ShardedCluster("async", versions, servers=3, workers=1) as cluster:
-        train_state = versions()
-        client = cluster.client(train_state.model, 0)
-        client.ask(-1)
-        client.next_step(-1)
-        for parameter in train_state.model.parameters():
-            parameter.grad = torch.full_like(parameter, -1.0)
+        train_state, client = in_first_step(cluster)
         last = [*train_state.model.parameters()][-1].grad
         assert last is not None
         last[7] = math.inf
@@ -232,12 +240,7 @@ def test_a_push_without_all_its_parts_is_refused() -> None:
 
 def test_an_order_that_comes_again_is_answered_and_not_carried_out() -> None:
     with ShardedCluster("async", versions, servers=2, workers=1) as cluster:
-        train_state = versions()
-        client = cluster.client(train_state.model, 0)
-        client.ask(-1)
-        client.next_step(-1)
-        for parameter in train_state.model.parameters():
-            parameter.grad = torch.full_like(parameter, -1.0)
+        _, client = in_first_step(cluster)
         client.push(examples=1, loss=None, seconds=0.0)
         client.next_step(-1)
         assert cluster.shards is not None

@@ -405,16 +405,10 @@ def test_a_disk_that_is_full_does_not_cost_the_table(
     ],
 )
 def test_a_mistake_exits_2_with_one_line_and_writes_nothing(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, paceline: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run_main(["study", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    ended = paceline("study", *arguments)
+    assert ended.code == 2 and message in ended.err and ended.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,18 +72,9 @@ def test_curves_are_times_of_one_message() -> None:
         (["--messages", "1MB,1000kB"], "the same message was named twice"),
     ],
 )
-def test_a_mistake_exits_2_with_one_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit:
-        main(["study", "communication", *arguments])
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and message in error and error.count("\n") == 1
+def test_a_mistake_exits_2_with_one_line(arguments: list[str], message: str, paceline: Any, tmp_path: Path) -> None:
+    ended = paceline("study", "communication", *arguments)
+    assert ended.code == 2 and message in ended.err and ended.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
