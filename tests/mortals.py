@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.launch.roster import Formation, Member, RunLog, make_run_log
-from paceline.peers.forming import GlooGroup, Seat
+from paceline.peers.forming import Seat
 from paceline.sessions.reforming import ReformingSession
 
 Fate = Literal["die before", "die after", "lose"]  # a call: it is not made; it is, and nothing more; its result is lost
@@ -75,9 +75,8 @@ def nobody_dies(*_: object) -> None:
 
 @dataclass
 class Mortals:
-    """Run a function on workers that are threads, over one backend; the supervisor's part is done here."""
+    """Run a function on workers that are threads; the supervisor's part is done here."""
 
-    backend: str
     log: int
     lives: list[Life] = field(default_factory=list)
     formed: dict[int, int] = field(default_factory=dict)  # group -> the steps that all of its members had the fruit of
@@ -140,14 +139,11 @@ class Mortals:
 
     def _group_for(self, member: Member) -> Any:
         def make(formation: Formation, rank: int, check: Callable[[], None]) -> MortalGroup:
-            store = c10d.PrefixStore(f"group {formation.number}", self._store)
-            size = len(formation.members)
-            if self.backend == "gloo":
-                group: Any = GlooGroup(dist.ProcessGroupGloo(store, rank, size, TIMEOUT))
-            else:
-                from paceline.collectives.backend import ProcessGroup
+            from paceline.collectives.backend import ProcessGroup
 
-                group = ProcessGroup(store, rank, size, TIMEOUT, f"group {formation.number}", watch=check)
+            store = c10d.PrefixStore(f"group {formation.number}", self._store)
+            name = f"group {formation.number}"
+            group = ProcessGroup(store, rank, len(formation.members), TIMEOUT, name, watch=check)
             return MortalGroup(group, member, formation.number, self._fates)
 
         return make
@@ -165,6 +161,6 @@ class Mortals:
         return found
 
 
-def mortals(backend: str) -> Mortals:
+def mortals() -> Mortals:
     """A world in which workers may die. Its log stays open: after a failure threads may be left, and write to it."""
-    return Mortals(backend, make_run_log())
+    return Mortals(make_run_log())

@@ -120,6 +120,10 @@ class BatchStream:
             self.owed += tuple(self._feed.samples_of(workers, self._since))
             self._since = [each._replace(workers=_without(each.workers, workers)) for each in self._since]
 
+    def lose(self, workers: Collection[Hashable]) -> None:
+        """What these workers would have learned in steps of which others know is owed already."""
+        self.workers = _without(self.workers, workers)
+
     def move(self, workers: tuple[Hashable, ...]) -> None:
         """Go on with these workers, by rank."""
         self.workers, self._moved = workers, True

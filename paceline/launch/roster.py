@@ -14,7 +14,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-Doing = Literal["step", "update", "other"]
+# What a worker gives up or repeats: a step (also: it is between two, where others may join), the exchange after an
+# update, the last exchange, or something that changes no state of the run.
+Doing = Literal["step", "exchange", "end", "other"]
 
 
 class Member(NamedTuple):
@@ -29,7 +31,7 @@ class Status(NamedTuple):
 
     steps: int = 0  # updates made
     operations: int = 0  # exchanges done with all others
-    doing: Doing = "other"  # what it gives up or repeats: "step" also between two steps, where others may join
+    doing: Doing = "other"
     has_state: bool = False  # the state of the run; a worker that joins does not have it yet
 
     @property
@@ -51,19 +53,27 @@ class Formation(NamedTuple):
         return max(ranks, key=lambda rank: (*self.statuses[rank].progress, -rank), default=None)
 
     @property
+    def furthest(self) -> Status:
+        """The status of the source."""
+        assert self.source is not None
+        return self.statuses[self.source]
+
+    @property
     def newcomers(self) -> list[Member]:
         """The members that have no state of the run."""
         return [member for member, status in zip(self.members, self.statuses, strict=True) if not status.has_state]
 
     def is_behind(self, rank: int) -> bool:
         """Whether another member has already done what this one waits to do."""
-        source = self.source
-        return source is not None and self.statuses[rank].progress < self.statuses[source].progress
+        return self.source is not None and self.statuses[rank].progress < self.furthest.progress
 
     def copies(self, rank: int) -> bool:
-        """Whether this member takes the state of the source: one that joins, or missed an update."""
+        """Whether this member takes the state of the source: one that joins, or has missed an exchange of updates."""
+        if self.source is None:
+            return False
         status = self.statuses[rank]
-        return self.source is not None and (not status.has_state or (status.doing != "other" and self.is_behind(rank)))
+        missed = status.doing != "other" or self.furthest.operations > status.operations + 1
+        return not status.has_state or (missed and self.is_behind(rank))
 
 
 class Roster:

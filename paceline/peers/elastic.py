@@ -66,6 +66,10 @@ class ElasticExchange(ReplicasExchange):
             self._start(now=True)
 
     def after_update(self, progress: Progress) -> bool:
+        if not self._exchanging and self._rule.exchanges_in(progress.steps):  # it failed, since a worker has died
+            self._updates = progress.steps - 1
+            self._take_differences()
+            self._start(now=True)
         stop = self._exchanging and self._finish()
         self._taken = self._exchanging = False
         self._updates = progress.steps

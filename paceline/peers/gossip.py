@@ -41,7 +41,7 @@ class GossipExchange(ReplicasExchange):
         self._updates = progress.steps
 
     def after_update(self, progress: Progress) -> bool:
-        step, self._updates = self._updates, progress.steps
+        step, self._updates = progress.steps - 1, progress.steps
         if self._backward.stop():
             self._stop_by(step + self._policy.spread(step, self.world_size, self.rank))
         with self._peers.explain("mixing with its neighbours"), torch.no_grad():

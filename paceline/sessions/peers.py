@@ -177,9 +177,13 @@ class PeersSession(ReformingSession):
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self._exchange.replicas_differ:
-                self._together(lambda: self._enter_averaged(stack))
-            yield
+            self._averaging.append(stack)
+            try:
+                if self._exchange.replicas_differ:
+                    self._together(lambda: self._enter_averaged(stack))
+                yield
+            finally:
+                self._averaging.remove(stack)
 
     def _enter_averaged(self, stack: contextlib.ExitStack) -> None:
         stack.close()  # an average with workers of which one has died
@@ -189,8 +193,8 @@ class PeersSession(ReformingSession):
         def feed() -> Feed:
             return make_feed(
                 source,
-                rank=self.rank,
-                world_size=self.world_size,
+                rank=self._part[0],
+                world_size=self._part[1],
                 several=self._several,
                 seed=self.seed,
                 seeded_fetch=self._seeded,
@@ -274,7 +278,7 @@ class PeersSession(ReformingSession):
                 self._data.exchanged()
                 return
             except LostContactError as lost:
-                if self._recover(lost, "update"):
+                if self._recover(lost, "end") != "again":
                     return
 
     def _confirm_end(self) -> bool:
@@ -285,7 +289,7 @@ class PeersSession(ReformingSession):
             self._exchange.confirm()
         except LostContactError as lost:
             if not self._forming.some_left():  # else all have come here
-                return self._recover(lost, "other")
+                return self._recover(lost, "other") != "again"
         return True
 
     def __exit__(
@@ -372,12 +376,9 @@ class PeersSession(ReformingSession):
             return
         self.steps += 1
         self._data.use()
-        if not self._exchange_update():
+        if not self._exchange_update(num_bytes):
             self._after_update()
             return
-        if not self._exchange.replicas_differ or self._exchange.num_bytes > num_bytes:
-            self._operations += 1
-            self._data.exchanged()
         self._num_bytes += self._exchange.num_bytes - self._num_bytes_before
         if self._clock is not None:
             self.timing = self._clock.updated(outcome, self.rank)
@@ -385,19 +386,26 @@ class PeersSession(ReformingSession):
             self._log(step, outcome, rate)
         self._after_update()
 
-    def _exchange_update(self) -> bool:
-        """Exchange what is due after an update; return False if the state was copied from others, who had done so."""
+    def _exchange_update(self, num_bytes: int | None = None) -> bool:
+        """``num_bytes`` had been sent before the update; by default all that were sent so far."""
+        num_bytes = self._exchange.num_bytes if num_bytes is None else num_bytes
         while True:
             kept = self._exchange.kept_state() if self._exchange.replicas_differ else None
             try:
                 self._stopping = self._exchange.updated(self._progress()) or self._stopping
-                return True
+                break
             except LostContactError as lost:
-                if self._recover(lost, "update", kept):
+                if self._recover(lost, "exchange", kept) == "copied":
                     return False
+        if not self._exchange.replicas_differ or self._exchange.num_bytes > num_bytes:
+            self._operations += 1
+            self._data.exchanged()
+        return True
 
     def _after_update(self) -> None:
         self._exchange.release()  # a backward pass between steps is the user's own
+        if self._take_part_after is not None:
+            self._take_part()
         if self._undecided is not None:
             self._decide_on_threads(self._undecided)
         if self._saves and self._save_every is not None and self.steps % self._save_every == 0:
@@ -415,8 +423,11 @@ class PeersSession(ReformingSession):
         self._accumulating = False
         self._blocks = self._first_block
         self._data.give_up()
-        step.cancelled = not self._recover(lost, "step", self._kept)
-        if not step.cancelled:
+        after = self._recover(lost, "step", self._kept)
+        step.cancelled = after == "again"
+        if after == "exchange":
+            self._exchange_update()
+        if after != "again":
             self._after_update()
 
     def _undo_block(self) -> None:

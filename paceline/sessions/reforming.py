@@ -7,13 +7,14 @@ furthest, if it was an update, and need nothing if it was anything else, since t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from paceline.errors import LostContactError
 from paceline.launch.reports import report
@@ -31,6 +32,10 @@ logger = logging.getLogger("paceline")
 
 T = TypeVar("T")
 
+# After a new group has formed: repeat what failed; or go on, since all have done it; or go on from the state of another
+# worker, which was copied; or exchange with that one the update that it has made.
+Next = Literal["again", "go on", "copied", "exchange"]
+
 
 class ReformingSession(Session):
     """A session whose workers may die and join; without ``forming`` the failure of an exchange ends it."""
@@ -43,12 +48,23 @@ class ReformingSession(Session):
         self._forming = forming
         self._run_path, self._keep = run_path, keep
         self._operations = 0  # exchanges done with all others
+        self._part = self.rank, self.world_size  # of every step's batches
+        self._take_part_after: int | None = None  # the steps after which it is that of the present group
+        self._averaging: list[contextlib.ExitStack] = []  # what leaving the blocks of averaged() undoes
         self._stopping = False  # a worker was asked to stop, and all know it
         self._highest_rate, self._decayed = 0.0, False  # of the learning rates so far
 
     @abstractmethod
     def _progress(self) -> Progress:
         """How far the run has come."""
+
+    @abstractmethod
+    def _exchange_update(self) -> bool:
+        """Exchange what is due after an update; return False if the state was copied from others, who had done so."""
+
+    @abstractmethod
+    def _after_update(self) -> None:
+        """An update is made, and exchanged: do what is due after it."""
 
     def _position(self) -> Position:
         return Position(self.steps, self._blocks, self.seed, self._highest_rate, self._decayed)
@@ -71,14 +87,21 @@ class ReformingSession(Session):
                 self._exchange.confirm()
                 break
             except LostContactError as lost:
-                # Who has gone on has the confirmation that all were done.
-                if self._recover(lost, "other") and done:
-                    break
+                after = self._recover(lost, "other")
+                if after == "again":
+                    continue
+                assert done, "who has gone on has the confirmation of all"
+                if after == "exchange":
+                    self._exchange_update()
+                if after != "go on":
+                    self._after_update()
+                    return result
+                break
         self._operations += 1
         return result
 
-    def _recover(self, lost: LostContactError, doing: Doing, kept: Mapping[str, Any] | None = None) -> bool:
-        """Go on with the workers that are left; return whether they have already done what this one was doing.
+    def _recover(self, lost: LostContactError, doing: Doing, kept: Mapping[str, Any] | None = None) -> Next:
+        """Go on with the workers that are left; return what to do now.
 
         ``kept`` is the state of the exchange before it began, if that is not its present one.
         """
@@ -94,18 +117,17 @@ class ReformingSession(Session):
         if self._forming is not None and self._forming.is_due(self._operations, self._exchange.lead()):
             self._regroup("step", time.perf_counter(), failed=False)
 
-    def _regroup(self, doing: Doing, began: float, kept: Mapping[str, Any] | None = None, *, failed: bool) -> bool:
+    def _regroup(self, doing: Doing, began: float, kept: Mapping[str, Any] | None = None, *, failed: bool) -> Next:
         assert self._forming is not None
         before = self._forming.formation.members
         kept = self._exchange.kept_state() if kept is None else kept
         self._exchange.close()
         self._exchange = Alone()
         self._run_state.go_on(self._exchange)
-        behind = False
+        status = Status(self.steps, self._operations, doing, has_state=True)
         while True:
             try:
-                peers = self._forming.form(Status(self.steps, self._operations, doing, True), failed=failed)
-                behind = self._forming.formation.is_behind(peers.rank) or behind
+                peers = self._forming.form(status, failed=failed)
                 self._go_on_with(peers, kept)
                 break
             except LostContactError as lost:
@@ -113,7 +135,10 @@ class ReformingSession(Session):
                 self._forming.await_death(lost)
                 _forget_frames(lost)
         self._tell(before, time.perf_counter() - began)
-        return behind
+        formation = self._forming.formation
+        if formation.copies(self.rank):
+            return "exchange" if formation.furthest.doing == "exchange" else "copied"
+        return "go on" if formation.is_behind(self.rank) else "again"
 
     # With the new group -----------------------------------------------------------------------------------
 
@@ -137,7 +162,8 @@ class ReformingSession(Session):
                 "run": self._state(kept) if any(map(formation.copies, range(peers.size))) else None,
             }
             shared = exchange.share(shared if peers.rank == source else None, source)
-            exchange.load_state_dict({**kept, **shared["exchange"]})
+            if kept or not exchange.replicas_differ:  # else a newcomer, which copies all
+                exchange.load_state_dict({**kept, **shared["exchange"]})
         except BaseException:
             exchange.close()
             raise
@@ -147,12 +173,25 @@ class ReformingSession(Session):
         if formation.copies(peers.rank):
             self._copy(shared["run"])
         self._data.owed = tuple(shared["owed"])
-        self._data.move(formation.members)
         self.rank, self.world_size, self.generation = peers.rank, peers.size, formation.number
+        self._data.lose({*self._data.workers} - {*formation.members})
+        self._take_part_after = formation.furthest.steps
+        self._take_part()
         if self.rank == 0 and self._run_path is not None and self.run is None:
             self.run = Run(self._run_path, resume=True, keep=self._keep)
             self._run_state.take_over(self.run, self.steps)
         self._exchange.started(self._progress())
+
+    def _take_part(self) -> None:
+        """Take batches as a member of the new group, as soon as this worker has made the steps that others have made.
+
+        Steps in which nothing is exchanged are not copied; so one that is behind makes them with batches of before.
+        """
+        assert self._forming is not None
+        if self._take_part_after is not None and self.steps >= self._take_part_after:
+            self._take_part_after = None
+            self._part = self.rank, self.world_size
+            self._data.move(self._forming.formation.members)
 
     def _state(self, kept: Mapping[str, Any]) -> dict[str, Any]:
         """All that another worker needs to go on from here."""
@@ -167,6 +206,8 @@ class ReformingSession(Session):
 
     def _copy(self, state: Mapping[str, Any]) -> None:
         """Have the state of another worker."""
+        for stack in reversed(self._averaging):  # else leaving the blocks would put the parameters of before back
+            stack.close()
         position = self._run_state.copy(state)
         self.steps, self._blocks, self.seed, self._highest_rate, self._decayed = position
         self._data.load_since_exchange(state["since"], lambda worker: worker and Member(*worker))
