@@ -1,4 +1,4 @@
-"""What ``join()`` refuses, before anybody is waited for."""
+"""The checks of ``join()``, made before it waits for other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.train_state import TrainState
 
 
 def check_settings(*, on_nan: OnNaN, save_every: int | None, keep: int, log_every: int, seed: int | None) -> None:
-    """Raise if a plain setting is not what it should be."""
+    """Raise if a setting has a wrong type or value."""
     if on_nan not in get_args(OnNaN):
         raise unknown_name("on_nan choice", str(on_nan), get_args(OnNaN))
     for name, value in (("save_every", save_every), ("keep", keep), ("log_every", log_every)):
@@ -29,7 +29,7 @@ def check_settings(*, on_nan: OnNaN, save_every: int | None, keep: int, log_ever
 
 
 def as_tuple(what: str, given: Any, kind: type) -> tuple[Any, ...]:
-    """Take one thing of a kind, or several, as several."""
+    """One object of a kind, or several of them, as a tuple."""
     if isinstance(given, kind):
         return (given,)
     if isinstance(given, Iterable):
@@ -40,7 +40,7 @@ def as_tuple(what: str, given: Any, kind: type) -> tuple[Any, ...]:
 
 
 def check_train_state(train_state: TrainState) -> None:
-    """Raise if these things cannot be trained together."""
+    """Raise if these objects cannot be trained together."""
     if not isinstance(train_state.model, nn.Module):
         raise UsageError(f"model must be a torch module, got {type(train_state.model).__name__}")
     inside = {id(parameter) for parameter in train_state.model.parameters()}
@@ -69,7 +69,7 @@ def check_train_state(train_state: TrainState) -> None:
 
 
 def check_role(policy: Policy, assignment: ServerAssignment | None) -> None:
-    """Raise if a process that was started to be a server, or the worker of one elsewhere, would train by itself."""
+    """Raise if a process that was started as a server, or as the worker of a server, would train without one."""
     if assignment is None or isinstance(policy, ServerPolicy):
         return
     if assignment.role == "server":

@@ -1,4 +1,4 @@
-"""The front door: ``join()`` gives a ``Session``, or makes this process the server."""
+"""``join()``: it returns a ``Session``, or makes this process the server."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def join_with_server(request: JoinRequest) -> Session:
     assignment = request.assignment
     if assignment is None or request.group is not None:  # no launcher of ours, so no server; a worker alone needs none
         return join_peers(request)
-    report("needs server")  # started with us, or now
-    report("joined")  # before others are waited for: then one that never joins is found out
+    report("needs server")  # it starts with the workers, or now
+    report("joined")  # before it waits for others, so that a worker that never joins is noticed
     check_for_server(request.train_state, request.policy)
-    check_dealt(request.train_state.model, 1 + len(assignment.shard_fds))  # by whoever comes first
+    check_dealt(request.train_state.model, 1 + len(assignment.shard_fds))  # in every process; the first one fails
     if assignment.role == "server":
         raise SystemExit(host(request, assignment))
     return join_as_worker(request.train_state, request.model, assignment, policy=request.policy, on_nan=request.on_nan)
@@ -134,7 +134,7 @@ _JOINERS: dict[type[Policy], Callable[[JoinRequest], Session]] = {
 
 
 def _joiner_of(policy: Policy) -> Callable[[JoinRequest], Session]:
-    """How to join under a policy of this family."""
+    """The function that joins under a policy of this family."""
     for family, joiner in _JOINERS.items():
         if isinstance(policy, family):
             return joiner

@@ -1,4 +1,4 @@
-"""A worker's session under a server policy: steps are handed out by the server, and their gradients pushed to it."""
+"""A worker's session under a server policy: the server hands out steps, and the worker pushes their gradients."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ logger = logging.getLogger("paceline")
 
 
 class _Phase(Enum):
-    """What there is between this worker and the server."""
+    """What this worker expects of the server."""
 
     NOTHING_ASKED = auto()
-    STEP_COMES = auto()  # one was asked for, or a step's result pushed, skipped or cancelled: the server answers by one
-    STEP_HELD = auto()  # one was handed out and is not done
+    STEP_COMES = auto()  # after a request, a push, a skip or a cancel: the server will send one
+    STEP_HELD = auto()  # the server has sent one, which is not done yet
 
 
 class WorkerSession(Session):
     """One worker's part in a run with a server; made by ``join()``.
 
-    ``steps`` is the version of the parameters: the number of commits that they have seen. A step may be cancelled,
-    which ends its block early and leaves no trace; ``step.cancelled`` tells.
+    ``steps`` is the version of the parameters, the number of commits in them. A cancelled step ends its block early and
+    changes nothing; ``step.cancelled`` is true then.
     """
 
     in_step = False
     _clock: StepClock
-    _go: Go  # the step that was handed out last; meant in the phase STEP_HELD alone
+    _go: Go  # the last step received; valid in the phase STEP_HELD only
 
     def __init__(
         self,
@@ -81,16 +81,16 @@ class WorkerSession(Session):
         self._cancellation = Cancellation(model, client.cancelled)
         self._data.epoch = welcome.epoch
         self._phase = _Phase.NOTHING_ASKED
-        self._demand = OWN_DATA  # what steps are for
-        self._asked = OWN_DATA  # what a step was asked for last
-        self._num_cancelled = 0  # steps of this worker
+        self._demand = OWN_DATA  # for the next request
+        self._asked = OWN_DATA  # of the last request
+        self._num_cancelled = 0  # number of this worker's cancelled steps
         self._waited = 0.0
-        self._last_block: Step | None = None  # of those that were not cancelled
-        self._means = 0  # in this epoch
-        self._sampler: ShardedSampler | None = None  # of the data that the server knows of
+        self._last_block: Step | None = None  # the last one that was not cancelled
+        self._means = 0  # number of means in this epoch
+        self._sampler: ShardedSampler | None = None  # of the data that was described to the server
         self._data_checksum: int | None = None
         self._told_of_options = False
-        # Of each group, as join() was given them; None: nobody looks any more.
+        # The options of each parameter group at join(); None: no longer compared.
         self._settings = [*map(_settings_of, _groups_of(train_state))] if self.rank == 0 else None
         self.steps = welcome.version
 
@@ -107,12 +107,12 @@ class WorkerSession(Session):
         )
         self._check_same(sampler)
         batches = NumberedBatches(found.dataset, sampler, found.options.get("collate_fn"))
-        checksum = self._checksum(batches) if self.rank == 0 else 0  # one is enough
+        checksum = self._checksum(batches) if self.rank == 0 else 0  # one worker's is enough
         self._client.describe(sampler.num_samples, sampler.batch_size, sampler.last, sampler.shuffle, checksum)
         return self._handed_out(batches, end)
 
     def _check_same(self, sampler: ShardedSampler) -> None:
-        """Raise if these are batches of other data than the server hands out."""
+        """Raise if the batches are of other data than those of the server."""
         self._sampler = self._sampler or sampler
         if sampler != self._sampler:
             raise UsageError(
@@ -123,7 +123,7 @@ class WorkerSession(Session):
             )
 
     def _tell_of_options(self, options: Mapping[str, Any]) -> None:
-        """Say once which options of a loader have no effect."""
+        """Warn once about options of a loader that have no effect."""
         idle = [f"{name}={value}" for name, value in sorted(options.items()) if value and name != "collate_fn"]
         if idle and self.rank == 0 and not self._told_of_options:
             self._told_of_options = True
@@ -137,7 +137,7 @@ class WorkerSession(Session):
             )
 
     def _checksum(self, batches: NumberedBatches) -> int:
-        """A checksum of the first batch, made once, by which a replay sees that it has the same data."""
+        """The checksum of the first batch, computed once, for a replay to compare its data."""
         if self._data_checksum is None:
             self._data_checksum = checksum_of(batches.fetch(0, 0))
         return self._data_checksum
@@ -153,12 +153,12 @@ class WorkerSession(Session):
                 yield data
         finally:
             self._demand = OWN_DATA
-            if self._data.batch is not None:  # broken off between a batch and its step: the server gets it back
+            if self._data.batch is not None:  # no step was made of it: the server takes it back
                 self._data.batch, self._phase = None, _Phase.NOTHING_ASKED
         self._begin_epoch(end)
 
     def _next_batch(self) -> tuple[int, int] | None:
-        """The batch for the next block, or None if there are no more."""
+        """The batch for the next block, or None if there is none left."""
         if self._phase is _Phase.STEP_HELD and self._accumulating:
             more = self._client.more()
             if more is not None and more.batch >= 0:
@@ -167,13 +167,13 @@ class WorkerSession(Session):
                 self._give_up()
             else:
                 self._push_accumulated()
-        elif self._phase is _Phase.STEP_HELD:  # no step was made of it
+        elif self._phase is _Phase.STEP_HELD:  # the loop made no step of it
             self._client.skip()
             self._phase = _Phase.STEP_COMES
         return (self._go.epoch, self._go.batch) if self._have_step() else None
 
     def _own_batches(self, source: Iterable[Any], end: int) -> Iterator[Any]:
-        of_step: list[Any] = []  # batches of a step that is not done
+        of_step: list[Any] = []  # batches of the present step
         while self.epoch < end:
             set_epoch = getattr(getattr(source, "sampler", None), "set_epoch", None)
             if set_epoch is not None:
@@ -186,7 +186,7 @@ class WorkerSession(Session):
             self._begin_epoch(self.epoch + 1)
 
     def _until_used(self, waiting: list[Any], of_step: list[Any]) -> Iterator[Any]:
-        """Give batches of one's own; those of a step that is cancelled come again."""
+        """Iterate over the worker's own batches; those of a cancelled step come again."""
         while waiting:
             data = waiting.pop(0)
             of_step.append(data)
@@ -219,7 +219,7 @@ class WorkerSession(Session):
                 f"step {self.steps}: refresh() was called between a batch and its step, or between accumulating ones; "
                 "call it after the step that updates the parameters"
             )
-        self._phase = _Phase.NOTHING_ASKED  # a step that comes is given up
+        self._phase = _Phase.NOTHING_ASKED  # a step that comes later is abandoned
         self._client.ask(NEWEST_PARAMETERS)
         self.steps = self._client.next_step(NEWEST_PARAMETERS).version
 
@@ -242,10 +242,10 @@ class WorkerSession(Session):
         self._client.record(event, {name: as_number(value) for name, value in values.items()})
 
     def stop_when(self, asked: Callable[[], bool]) -> None:
-        """The server is the one that is asked, by a signal, and its workers end with it."""
+        """Do nothing: a signal stops the server, and its workers end with it."""
 
     def _end_well(self) -> None:
-        """The server has what there is to save."""
+        """Do nothing: the server saves."""
 
     def _release(self) -> None:
         if self._accumulating and not self._failed:
@@ -260,7 +260,7 @@ class WorkerSession(Session):
     # One step ---------------------------------------------------------------------------------------------
 
     def _have_step(self) -> bool:
-        """Wait until there is a step to make; False if the server has no more batches."""
+        """Wait for a step; False if the server has no more batches."""
         if self._phase is not _Phase.STEP_COMES or self._asked != self._demand:
             self._client.ask(self._demand)
             self._asked = self._demand
@@ -291,7 +291,7 @@ class WorkerSession(Session):
         self._cancellation.arm(self._pause if fresh and self._injected_delays is not None else None)
 
     def _look_at_settings(self) -> None:
-        """Say once that the script changes its optimizer's settings, which are not those that count; worker 0 looks."""
+        """Warn once, on worker 0, if the script changes its optimizer's options, which have no effect here."""
         if self._settings is None:
             return
         for group, settings in zip(_groups_of(self._train_state), self._settings, strict=False):
@@ -335,7 +335,7 @@ class WorkerSession(Session):
         return False
 
     def _give_up(self) -> None:
-        """Leave no trace of the step under way: it was cancelled."""
+        """Undo the present step, which was cancelled."""
         self._accumulating = False
         self._train_state.clear_gradients()
         self._nan_guard.restore_buffers(self._train_state.model)
@@ -343,7 +343,7 @@ class WorkerSession(Session):
         self._num_cancelled += 1
 
     def _push_accumulated(self) -> bool:
-        """The data has ended: push what was accumulated, as a smaller update; False if its step was cancelled."""
+        """Push the gradients accumulated at the end of the data; False if their step was cancelled."""
         assert self._last_block is not None
         if self._client.cancelled():
             self._give_up()
@@ -373,7 +373,7 @@ class WorkerSession(Session):
 
     @contextlib.contextmanager
     def _unscaled(self) -> Iterator[None]:
-        """Take a GradScaler's scale off the gradients; the server knows of none."""
+        """Unscale the gradients, if there is a GradScaler: pushes are not scaled."""
         scaler = self._train_state.scaler
         if scaler is not None:
             for optimizer in self._train_state.optimizers:
@@ -388,7 +388,7 @@ def _groups_of(train_state: TrainState) -> list[dict[str, Any]]:
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The rate and the like of a group of parameters; what is on a GPU is left out, for it would be waited for."""
+    """The options of a parameter group, such as its rate, without tensors on a GPU: reading them would wait."""
     plain = {name: value for name, value in group.items() if isinstance(value, int | float | tuple)}
     tensors = {name: value for name, value in group.items() if isinstance(value, Tensor) and value.numel() == 1}
     return {**plain, **{name: value.clone() for name, value in tensors.items() if value.device.type == "cpu"}}
@@ -397,7 +397,7 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def join_as_worker(
     train_state: TrainState, model: nn.Module, assignment: ServerAssignment, *, policy: Policy, on_nan: OnNaN
 ) -> WorkerSession:
-    """Join the run of the server that ``assignment`` tells of."""
+    """Join the run of the server that ``assignment`` names."""
     world = read_world()
     client = Client(
         train_state.model,
