@@ -96,7 +96,7 @@ class Client:
             self.close()
             raise
 
-    # Coming and going ----------------------------------------------------------------------------------------
+    # Joining and leaving -------------------------------------------------------------------------------------
 
     def _meet(self, seconds: float, complaint: str) -> None:
         """Join the server, and try again for so many seconds; then raise ``CommError(complaint)``."""
@@ -334,7 +334,7 @@ class Client:
             self._later = answer
         return answer if isinstance(answer, wire.BatchMessage) else None
 
-    # Other wishes --------------------------------------------------------------------------------------------
+    # Other requests ------------------------------------------------------------------------------------------
 
     def mean(self, epoch: int, key: str, weight: float, values: tuple[float, ...]) -> tuple[float, ...]:
         """Average values over all workers; each must call this with the same key."""

@@ -174,7 +174,7 @@ class LiveServer:
         """The figures of every worker."""
         return {rank: figures.as_dict() for rank, figures in sorted(self._figures.items())}
 
-    # What is heard ------------------------------------------------------------------------------------------
+    # Messages -----------------------------------------------------------------------------------------------
 
     def _take_in(self, peer: Peer, heard: Heard) -> None:
         member = self._by_peer.get(peer)
@@ -409,7 +409,7 @@ class LiveServer:
         self._trace(traced.GivenMore(member.rank, message.step, epoch, number))
         member.peer.send(wire.BatchMessage(message.step, epoch, number))
 
-    # What is done --------------------------------------------------------------------------------------------
+    # Actions -------------------------------------------------------------------------------------------------
 
     def _do(self, actions: decided.Actions) -> None:
         """Carry out actions in order, then those that they cause."""
@@ -565,7 +565,7 @@ class LiveServer:
             self._lives[rank] = NOT_YET
             self._policy.left(self._state, rank, self._now())
 
-    # What waits for others -----------------------------------------------------------------------------------
+    # Answers that wait for other workers ---------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Answer what waits for other workers: means, ends of epochs, checkpoints."""

@@ -57,7 +57,7 @@ class RunState:
         self._metrics_bytes = 0  # length of the metrics that belong to this state
         self._closed = False
 
-    # Beginning --------------------------------------------------------------------------------------------
+    # Loading ----------------------------------------------------------------------------------------------
 
     def resume(self, path: Path | None, resume: bool | str | Path) -> Position | None:
         """Load the checkpoint to resume from, which worker 0 reads for all; None if there is none.
@@ -205,7 +205,7 @@ class RunState:
             "streams": capture_streams(),
         }
 
-    # What is told of it -----------------------------------------------------------------------------------
+    # Description ------------------------------------------------------------------------------------------
 
     def describe(self, seed: int) -> dict[str, Any]:
         """A description of the run, for its configuration and its trace."""

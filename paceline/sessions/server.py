@@ -247,7 +247,7 @@ class ServerRun:
     def _where(self) -> Where:
         return Where(0, self.world_size, self.steps, last_checkpoint(self.run))
 
-    # What the server asks of its host ---------------------------------------------------------------------
+    # Calls of the live server -----------------------------------------------------------------------------
 
     def rate(self) -> float:
         return self._run_state.rate()

@@ -201,7 +201,7 @@ class Session(ABC):
         All workers must call it, under a server policy equally often in an epoch.
         """
 
-    # Saving and telling -----------------------------------------------------------------------------------
+    # Checkpoints and metrics ------------------------------------------------------------------------------
 
     @abstractmethod
     def save(self, path: str | Path | None = None) -> Path | None:
@@ -229,7 +229,7 @@ class Session(ABC):
         Under a server policy ``asked`` is not called: a signal ends the server, which saves.
         """
 
-    # Coming and going -------------------------------------------------------------------------------------
+    # The end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release the run's directory, the model and the other workers; leaving the ``with`` block does it."""
