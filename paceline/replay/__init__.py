@@ -1,1 +1,1 @@
-"""Make a recorded run again: the same parameters, to the last bit, from its trace."""
+"""Replay a recorded run from its trace: the same parameters, bit for bit."""

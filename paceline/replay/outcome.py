@@ -1,4 +1,4 @@
-"""What a replay comes to."""
+"""The result of a replay."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Tell = Callable[[int, int], None]
 
 
 class Differs(Exception):
-    """Bits differ; the text says which, for the first time."""
+    """Bits differ from the run's; the text names the first difference."""
 
 
 class ReplayedPush(NamedTuple):
-    """A push, to look at."""
+    """A push, for a user to look at."""
 
     worker: int
     step: int
     version: int  # of the parameters that it was computed from
     loss: float
-    gradients: dict[str, Tensor]  # by the parameter's name; none for one that had no part in the loss
+    gradients: dict[str, Tensor]  # by parameter name, without parameters that the loss did not depend on
 
 
 def gradients_of(layouts: ModelLayouts, push: Arena, used: bytes) -> dict[str, Tensor]:
@@ -39,19 +39,19 @@ def gradients_of(layouts: ModelLayouts, push: Arena, used: bytes) -> dict[str, T
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay came to."""
+    """The result of a replay."""
 
-    version: int  # of the parameters now
+    version: int  # of the last parameters
     commits: int
     pushes: int
-    hashes: int  # compared
-    digest: str  # of the parameters and buffers now
-    difference: str | None  # the first, if bits differ; all that was before it is equal
-    whole: bool  # the trace has the run's end
+    hashes: int  # number of hashes compared
+    digest: str  # of the last parameters and buffers
+    difference: str | None  # the first difference, if bits differ; everything before it is equal
+    whole: bool  # whether the trace contains the run's end
 
 
 def same_bits(first: float, second: float) -> bool:
-    """Whether two numbers are the same to the last bit; one NaN is as good as another."""
+    """Whether two numbers have the same bits; all NaN count as equal."""
     if math.isnan(first) and math.isnan(second):
         return True
     return struct.pack("<d", first) == struct.pack("<d", second)

@@ -1,4 +1,4 @@
-"""What a trace comes to: a sequence of commits, and of what pushes each was made."""
+"""A trace as a plan: the commits in order, and the pushes of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RecordedBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedPush:
-    """A push that was taken, and all that its gradients depend on beside the parameters of its version."""
+    """An accepted push, and everything that its gradients depend on beside the parameters of its version."""
 
     told: Pushed
     batches: tuple[RecordedBatch, ...]
@@ -48,29 +48,29 @@ class RecordedPush:
 class RecordedCommit(NamedTuple):
     version: int  # after it
     pushes: tuple[RecordedPush, ...]  # in the order in which they were applied
-    weights: tuple[float, ...] | None  # None: their mean by examples
+    weights: tuple[float, ...] | None  # None: the mean by examples
 
 
 @dataclass
 class Plan:
-    """What a replay does: its commits in order, and what there is to compare with."""
+    """What a replay does: its commits in order, and the hashes to compare with."""
 
-    first: int = 0  # the version that the trace begins with
-    pushes: list[RecordedPush] = field(default_factory=list)  # all that were taken, in the order in which they came
+    first: int = 0  # version at the start of the trace
+    pushes: list[RecordedPush] = field(default_factory=list)  # all accepted pushes, in the order of arrival
     commits: list[RecordedCommit] = field(default_factory=list)
     hashes: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))  # by version
     data: list[Described] = field(default_factory=list)
-    ended: Ended | None = None  # None: the server was killed, or is still at it
+    ended: Ended | None = None  # None: the server was killed, or is still running
 
     @property
     def last(self) -> int:
-        """The version that the trace ends with."""
+        """The version at the end of the trace."""
         return self.first + len(self.commits)
 
     def computed_from(self) -> dict[int, list[RecordedPush]]:
-        """The pushes by the version that they were computed from, in the order in which they came.
+        """The pushes by the version that they were computed from, in the order of arrival.
 
-        One that was never committed is there too: its worker may have gone on with the buffers that it left.
+        Pushes that were never committed are included: the worker may have continued with the buffers of such a step.
         """
         found: dict[int, list[RecordedPush]] = defaultdict(list)
         for push in self.pushes:
@@ -79,7 +79,7 @@ class Plan:
 
 
 def read_plan(records: Iterable[Record]) -> Plan:
-    """Gather what a trace tells; one that cannot be true is a ``TraceError``."""
+    """Read a plan from a trace; raise ``TraceError`` if the trace contradicts itself."""
     return _Reading().read(records)
 
 
@@ -128,7 +128,7 @@ class _Reading:
         return self.plan
 
     def _begin(self, record: Began) -> None:
-        """The server began or came back: workers join anew, and what was not committed is lost."""
+        """The server began, or replaced a killed one: all workers join again, and pushes not committed are lost."""
         if not self.begun:
             self.plan.first, self.begun = record.version, True
         elif record.version != self.plan.last:

@@ -1,4 +1,4 @@
-"""What became of the steps of a trace: which version their workers really read, and which came to nothing."""
+"""The outcome of each step of a trace: the version that its worker read, and whether it was cancelled or lost."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from paceline.record.trace import (
 
 
 class Read(NamedTuple):
-    """What became of what a worker was given."""
+    """The outcome of a step, or of the message that no batches are left."""
 
-    version: int = 0  # that it read, as it said later; 0: not known, and of no consequence
-    doomed: bool = False  # it was cancelled
-    lost: bool = False  # its worker died of something else before it came to anything
-    pushes: int = 0  # that its worker has made before it, since it joined: only then does it hear of this
+    version: int = 0  # that the worker read, from its later messages; 0: unknown, and not needed
+    doomed: bool = False  # the step was cancelled
+    lost: bool = False  # the worker died before it sent any result
+    pushes: int = 0  # of the worker since it joined, before it received this
 
 
 def read_versions(records: Sequence[Record]) -> dict[int, Read]:
-    """Find out for every ``Given`` and ``Finished``, by its place in the trace."""
+    """The outcomes of all ``Given`` and ``Finished`` records, by their positions in the trace."""
     reading = _Reading()
     for position, record in enumerate(records):
         reading.take(position, record)
@@ -43,11 +43,11 @@ class _Reading:
 
     def __init__(self) -> None:
         self.found: dict[int, Read] = {}
-        self.pushed: set[int] = set()  # the places of steps that were pushed, in time or too late
-        self.lives: list[list[int]] = []  # the places of what each worker was given, from its joining to its end
-        self.life: dict[int, list[int]] = {}  # by rank: the present one
-        self.positions: dict[tuple[int, int], int] = {}  # of the steps, by rank and number
-        self.under_way: dict[int, int] = {}  # by rank: what it was given last, if nothing has become of it yet
+        self.pushed: set[int] = set()  # positions of steps that were pushed, in time or late
+        self.lives: list[list[int]] = []  # positions of what each incarnation of a worker was given
+        self.life: dict[int, list[int]] = {}  # rank -> the list of its present incarnation
+        self.positions: dict[tuple[int, int], int] = {}  # (rank, step) -> position
+        self.under_way: dict[int, int] = {}  # rank -> position of what it was given last, while its outcome is unknown
 
     def take(self, position: int, record: Record) -> None:
         match record:
@@ -56,7 +56,7 @@ class _Reading:
                     self.positions[record.rank, record.step] = position
                 self.under_way[record.rank] = position
                 self.life[record.rank].append(position)
-                self.found[position] = Read(lost=True)  # unless there is word of it
+                self.found[position] = Read(lost=True)  # until a later record tells otherwise
             case Cancelled():
                 self._know(self.positions[record.rank, record.step], doomed=True)
                 self.under_way.pop(record.rank, None)

@@ -1,4 +1,4 @@
-"""Replay a user's script: its workers are started again, and the server has them do what they did."""
+"""Replay a user's script: its workers are started again, and the server makes them repeat the recorded order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.replay.outcome import Replayed, Tell
 def replay_script(
     run: Path, trace: Trace, *, until: int | None, shell: bool, tell: Tell = lambda done, total: None
 ) -> Replayed:
-    """Start the script of a run again on as many workers, and give what the server of the replay reports."""
+    """Start the script of a run again on as many workers; return the result that the server of the replay reports."""
     command, about = trace.about.get("command"), trace.about
     if not command:
         raise UsageError(f"{run} was not made by paceline run: its trace does not say what command to start again")
@@ -57,9 +57,9 @@ def replay_script(
 
 
 def _lives(trace: Trace, workers: int) -> tuple[int, ...]:
-    """How many processes each rank had: one that came back from the dead was another, and a resumed run has others."""
+    """The number of processes that each rank had: one more after each death, and after each resume."""
     lives = dict.fromkeys(range(workers), 0)
-    known: set[int] = set()  # the ranks whose process lives
+    known: set[int] = set()  # ranks whose process is running
     for record in trace:
         match record:
             case Joined() if record.rank not in known:
@@ -76,7 +76,7 @@ def _lives(trace: Trace, workers: int) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _own_terminal() -> Iterator[tuple[int, int]]:
-    """Our own input and output, for another process."""
+    """This process's input and output, to be inherited by another process."""
     reading, writing = os.dup(0), os.dup(1)
     try:
         yield reading, writing

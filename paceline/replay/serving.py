@@ -1,4 +1,4 @@
-"""The server of a replay: workers run the same script, and get and give everything in the recorded order."""
+"""The server of a replay: workers run the same script, and the server handles all messages in the recorded order."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from paceline.transport import messages as wire
 from paceline.transport.listening import Ended, Listener, Peer
 from paceline.transport.pieces import Pieces
 
-_PATIENCE = 300.0  # seconds that a worker may take for a step
-_TIME_TO_LEAVE = 5.0  # for the workers, when the replay ends before they do
+_PATIENCE = 300.0  # seconds for a worker's step
+_TIME_TO_LEAVE = 5.0  # seconds for the workers to leave, if the replay ends before they do
 _TICK = 0.2
-_TELL_EVERY = 0.2  # seconds between two words of how far it is
+_TELL_EVERY = 0.2  # seconds between two reports of progress
 
 M = TypeVar("M", bound=wire.Message)
 
 
 def serve_replay(train_state: TrainState, assignment: ServerAssignment, order: ReplayOrder) -> int:
-    """Be the server of a replay and tell the supervisor what it came to; gives the exit code of the process."""
+    """Run the server of a replay and report the result to the supervisor; return the exit code of the process."""
     listener = Listener(bytes.fromhex(assignment.token))
     listener.bind(assignment.address)
     try:
@@ -61,8 +61,8 @@ def serve_replay(train_state: TrainState, assignment: ServerAssignment, order: R
     return 0
 
 
-class _Word(NamedTuple):
-    """What a worker is to be told: when the parameters are of this version (None: any) and it has pushed so often."""
+class _Planned(NamedTuple):
+    """A message to a worker, due when the parameters have this version (None: any) and it has so many pushes."""
 
     version: int | None
     pushes: int
@@ -75,16 +75,16 @@ class _Worker:
 
     peer: Peer
     process: int
-    room: Arena  # where its pushes come
+    room: Arena  # the memory of its pushes
     ask: int = 0
-    said: deque[wire.Message] = field(default_factory=deque)  # and not taken up yet
-    pushes: int = 0  # that have come
-    to_tell: deque[_Word] = field(default_factory=deque)
+    said: deque[wire.Message] = field(default_factory=deque)  # messages received and not used yet
+    pushes: int = 0  # received
+    planned: deque[_Planned] = field(default_factory=deque)
     gone: bool = False
 
 
 class ReplayServer:
-    """Does what a trace tells, record by record; each waits for the message that it was the answer to."""
+    """Carries out a trace record by record, and waits for the message that each record answers."""
 
     def __init__(
         self, train_state: TrainState, trace: traced.Trace, listener: Listener, *, keeps_pushes: bool = False
@@ -106,15 +106,15 @@ class ReplayServer:
         self._calls: dict[int, deque[tuple[Peer, wire.Hello]]] = defaultdict(deque)  # of those who want to join
         self._workers: dict[int, _Worker] = {}
         self._ranks: dict[Peer, int] = {}
-        self._averaged: dict[int, dict[int, wire.Mean]] = defaultdict(dict)  # means under way: parts by rank
-        self._keeps_pushes = keeps_pushes  # for somebody to look at
-        self._kept: dict[PushKey, ReplayedPush] = {}  # those of them that wait for a commit
-        self._pushes: list[ReplayedPush] = []  # those of the last commit
+        self._averaged: dict[int, dict[int, wire.Mean]] = defaultdict(dict)  # key of a mean -> its parts by rank
+        self._keeps_pushes = keeps_pushes  # for the shell
+        self._kept: dict[PushKey, ReplayedPush] = {}  # of those, the pushes that wait for a commit
+        self._pushes: list[ReplayedPush] = []  # the pushes of the last commit
         self._counts = {"commits": 0, "pushes": 0, "hashes": 0}
         self._version, self._told_at = 0, 0.0
 
     def run(self, until: int | None) -> Replayed:
-        """Replay up to version ``until``, or to the end, or to where bits differ."""
+        """Replay up to version ``until``, the end of the trace, or the first difference."""
         difference, whole = None, False
         try:
             self._check_start()
@@ -129,13 +129,13 @@ class ReplayServer:
         return Replayed(version=self._version, **self._counts, digest=digest, difference=difference, whole=whole)
 
     def last_pushes(self) -> list[ReplayedPush]:
-        """What the last commit was made of, if pushes are kept."""
+        """The pushes of the last commit, if pushes are kept."""
         return self._pushes
 
     def open_shell(self, reading: int, writing: int) -> None:
-        """Let somebody look at the parameters as they are, and at what the last commit was made of.
+        """Open a Python shell on the present parameters and the pushes of the last commit.
 
-        It may take hours. Workers that come or go meanwhile are answered by another thread.
+        It may stay open for hours; meanwhile another thread answers workers that come or leave.
         """
         names = {
             "model": self._train_state.model,
@@ -154,7 +154,7 @@ class ReplayServer:
             _interact(banner, names, told, screen)
 
     def dismiss(self) -> None:
-        """Have the workers end that are still there; nothing that they say counts any more."""
+        """End the remaining workers; their messages are ignored."""
         peers = [worker.peer for worker in self._workers.values()]
         peers += [peer for calls in self._calls.values() for peer, _ in calls]
         for peer in peers:
@@ -166,7 +166,7 @@ class ReplayServer:
             self._turn_away()
 
     def _turn_away(self) -> None:
-        """Hear who goes, and have those end who come."""
+        """Note who leaves, and end those who come."""
         for peer, heard in self._listener.hear(_TICK):
             if isinstance(heard, wire.Hello):
                 peer.send(wire.Over())
@@ -175,7 +175,7 @@ class ReplayServer:
 
     @contextlib.contextmanager
     def _turning_away(self) -> Iterator[None]:
-        """Do so in a thread while the block lasts: who is not heard for two minutes fails, and tells of it."""
+        """Do this in a thread during the block: a worker without an answer for two minutes would fail with an error."""
         over = threading.Event()
 
         def turn_away() -> None:
@@ -240,7 +240,7 @@ class ReplayServer:
                 pass
 
     def _begin(self, record: traced.Began, *, first: bool) -> None:
-        """The server began; one that took another's place met the same workers, a resumed one new ones."""
+        """The server began. A replacement of a killed one has the same worker processes, a resumed run has new ones."""
         if not first:
             for worker in self._workers.values():
                 if not record.replaced:
@@ -276,45 +276,45 @@ class ReplayServer:
         )
 
     def _give(self, record: traced.Given, read: Read) -> None:
-        """Give a step, when the parameters are those that its worker read then.
+        """Send a step when the parameters have the version that its worker read.
 
-        And when it has pushed all that it had pushed before it heard of this one, also what came too late: or it would
-        take this for a cancelling, which it was not.
+        The worker must also have sent all pushes that it had sent before, late ones too. Otherwise it would take this
+        step for a cancel of its present one.
         """
         worker = self._workers[record.rank]
         if read.lost:
-            return  # it died before it came to anything
+            return  # the worker died before it sent any result
         at = max(record.version, read.version)
         go = wire.Go(record.step, record.version, record.fresh, record.epoch, record.batch, worker.ask)
         if read.doomed:
-            word = _Word(None, read.pushes, lambda: worker.peer.send(go._replace(doomed=True, fresh=False)))
+            message = _Planned(None, read.pushes, lambda: worker.peer.send(go._replace(doomed=True, fresh=False)))
         elif not record.fresh:
-            word = _Word(None, read.pushes, lambda: worker.peer.send(go))
+            message = _Planned(None, read.pushes, lambda: worker.peer.send(go))
         else:
             go = go._replace(version=at)
-            word = _Word(at, read.pushes, lambda: worker.peer.send(go, memory_of(self._memory)))
-        worker.to_tell.append(word)
-        self._tell(worker)
+            message = _Planned(at, read.pushes, lambda: worker.peer.send(go, memory_of(self._memory)))
+        worker.planned.append(message)
+        self._send_due(worker)
 
     def _finish(self, record: traced.Finished, read: Read) -> None:
         worker, at = self._workers[record.rank], max(record.version, read.version)
         finished = wire.Finished(at, worker.ask)
-        word = _Word(at, read.pushes, lambda: worker.peer.send(finished, memory_of(self._memory)))
-        worker.to_tell.append(word)
-        self._tell(worker)
+        message = _Planned(at, read.pushes, lambda: worker.peer.send(finished, memory_of(self._memory)))
+        worker.planned.append(message)
+        self._send_due(worker)
 
-    def _tell(self, worker: _Worker) -> None:
-        """Tell a worker, in order, whatever its time has come for."""
-        while worker.to_tell:
-            version, pushes, send = worker.to_tell[0]
+    def _send_due(self, worker: _Worker) -> None:
+        """Send a worker the planned messages that are due, in order."""
+        while worker.planned:
+            version, pushes, send = worker.planned[0]
             if worker.pushes < pushes or version not in (None, self._version):
                 return
-            worker.to_tell.popleft()
+            worker.planned.popleft()
             send()
 
-    def _all_told(self) -> bool:
-        """Whether nobody is still to read the parameters as they are."""
-        return not any(word.version == self._version for each in self._workers.values() for word in each.to_tell)
+    def _none_needs_these(self) -> bool:
+        """Whether no planned message needs the present parameters."""
+        return not any(message.version == self._version for each in self._workers.values() for message in each.planned)
 
     def _take_push(self, record: traced.Pushed) -> None:
         push = self._take(record.rank, wire.PushMessage)
@@ -343,7 +343,7 @@ class ReplayServer:
         worker.peer.send(wire.Warned(f"step {record.step}: the gradient of {amiss} is not finite; it is left out"))
 
     def _commit(self, record: traced.Committed) -> None:
-        self._wait(self._all_told, f"pushes before version {record.version}")
+        self._wait(self._none_needs_these, f"pushes before version {record.version}")
         self._listener.keep_what_waits()
         self._store.commit(self._shares or None)
         if self._keeps_pushes:
@@ -356,10 +356,10 @@ class ReplayServer:
             self._told_at = time.monotonic()
             report("replaying", version=self._version)
         for worker in self._workers.values():
-            self._tell(worker)
+            self._send_due(worker)
 
     def _average(self, position: int, record: traced.Averaged) -> None:
-        """Answer a mean when all have told their parts who were told it together."""
+        """Answer a mean when all workers that were answered together have sent their parts."""
         if record.rank not in self._averaged[record.key]:
             together = []
             for other in self._records[position:]:
@@ -397,15 +397,13 @@ class ReplayServer:
     # Messages ----------------------------------------------------------------------------------------------------
 
     def _take(self, rank: int, kind: type[M]) -> M:
-        """The next message of a worker, which is to be of this kind."""
+        """Wait for the next message of a worker, which must be of this kind."""
         worker = self._workers[rank]
         self._wait(lambda: bool(worker.said) or worker.gone, f"worker {rank}'s {kind.__name__}")
         if not worker.said:
             raise self._other(rank, f"ended where it had a {kind.__name__}")
         message = worker.said.popleft()
-        if (
-            isinstance(message, wire.Skip) and kind is not wire.Skip
-        ):  # of a step that was cancelled: it counts for nothing
+        if isinstance(message, wire.Skip) and kind is not wire.Skip:  # of a cancelled step: ignored
             return self._take(rank, kind)
         if not isinstance(message, kind):
             raise self._other(rank, f"sent {message} where it had a {kind.__name__}")
@@ -447,7 +445,7 @@ class ReplayServer:
                 worker.said.append(heard)
                 if isinstance(heard, wire.PushMessage):
                     worker.pushes += 1
-                    self._tell(worker)
+                    self._send_due(worker)
 
     def _compare_data(self, found: wire.Data) -> None:
         told = [record for record in self._records if isinstance(record, traced.Described)]
@@ -466,7 +464,7 @@ def _kill(process: int) -> None:
 
 
 def _interact(banner: str, names: dict[str, Any], told: Any, screen: Any) -> None:
-    """A Python shell on files that are not this process's own."""
+    """Run a Python shell on other files than this process's input and output."""
 
     def ask(prompt: str = "") -> str:
         screen.write(prompt)

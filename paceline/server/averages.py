@@ -1,4 +1,4 @@
-"""Means over all workers, of which each tells its part when it gets there."""
+"""Means over all workers: each sends its part, and is answered when all parts have come."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.server.members import Member
 from paceline.transport.messages import MOST_VALUES, Mean
 
 _LONGEST_KEY = 1000
-_KEPT = 64  # means that are remembered after they were told
-_NOTED = 4  # of them, those that a successor is told of
+_KEPT = 64  # means that are remembered after they were sent
+_NOTED = 4  # of these, the number that a replacement of this server gets
 
 
 class Ready(NamedTuple):
-    """A mean that can be told to those who have told their parts."""
+    """A mean that is complete, and the workers that sent its parts."""
 
     key: str
     values: tuple[float, ...]
@@ -25,14 +25,14 @@ class Ready(NamedTuple):
 
 @dataclass
 class Average:
-    """The parts of one mean."""
+    """The parts of one mean that have come."""
 
     epoch: int
     parts: dict[int, tuple[float, tuple[float, ...]]] = field(default_factory=dict)  # rank -> weight, values
 
     def mean(self) -> tuple[float, ...]:
-        """The mean of the parts by their weights; NaN if nobody has any."""
-        parts = [self.parts[rank] for rank in sorted(self.parts)]  # not as they came: that is another sum each time
+        """The weighted mean of the parts; NaN if all weights are 0."""
+        parts = [self.parts[rank] for rank in sorted(self.parts)]  # the order of arrival would change the rounding
         weights = [weight for weight, _ in parts]
         total = sum(weights)
         columns = zip(*(values for _, values in parts), strict=True)
@@ -45,10 +45,10 @@ class Average:
 
 
 class Averages:
-    """The means that somebody waits for.
+    """The means that workers wait for.
 
-    Nobody waits for a worker that came after the epoch in question had begun: it will never tell its part. One that
-    tells it when the others have theirs already, having lost its connection meanwhile, is told what they were told.
+    A mean does not wait for a worker that joined after its epoch had begun, since that worker will not send a part. If
+    a worker lost its connection and sends its part after the others were answered, it gets the same answer.
     """
 
     def __init__(self) -> None:
@@ -56,18 +56,18 @@ class Averages:
         self._told: dict[str, tuple[float, ...]] = {}
 
     def told(self) -> dict[str, tuple[float, ...]]:
-        """The last few that were told, for a server that takes our place."""
+        """The last few means that were sent, for a replacement of this server."""
         return {key: self._told[key] for key in list(self._told)[-_NOTED:]}
 
     def know(self, told: Mapping[str, Sequence[float]]) -> None:
-        """Take over what a server before us has told."""
+        """Remember the means that a killed server has sent."""
         self._told |= {key: tuple(values) for key, values in told.items()}
 
     def __bool__(self) -> bool:
         return bool(self._under_way)
 
     def add(self, rank: int, part: Mean) -> None:
-        """Take a worker's part; raise if it does not go together with the others'."""
+        """Add a worker's part; raise if it has another number of values than the others."""
         found = len(part.values)
         if found > MOST_VALUES or len(part.key) > _LONGEST_KEY:
             raise WireError(f"wanted at most {MOST_VALUES} values for a mean, found {found}: the mean has to fit too")
@@ -80,7 +80,7 @@ class Averages:
         average.parts[rank] = part.weight, part.values
 
     def ready(self, members: Iterable[Member], expected: Iterable[int]) -> list[Ready]:
-        """The means that nobody has to tell a part of any more, of the members and those expected; each once."""
+        """The means to which all members and expected workers have sent their parts; each is returned once."""
         members, to_come = list(members), set(expected)
         found = []
         for key, average in list(self._under_way.items()):

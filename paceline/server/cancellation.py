@@ -10,17 +10,17 @@ from torch import nn
 
 
 class StepCancelled(BaseException):
-    """The step's result is no longer wanted; no ``Exception``, so that a user's handler does not catch it."""
+    """The step was cancelled; not an ``Exception``, so that a user's handler does not catch it."""
 
 
 class Cancellation:
-    """Ask ``cancelled`` at many points of a step, and raise ``StepCancelled`` once it says so.
+    """Call ``cancelled`` at many points of a step, and raise ``StepCancelled`` when it returns True.
 
-    ``model`` is the module that the user calls. The points are the calls of its modules and the moments when a
-    parameter's gradient is complete. Whatever is compiled is one point as a whole, in front of it. Full-backward hooks
-    would be a third kind, but wrap inputs and outputs in a way that forbids in-place activations.
+    ``model`` is the module that the user calls. The points are the calls of its modules, and the moments when a
+    parameter's gradient is complete. A compiled module is one point, before its call. Full-backward hooks are not used:
+    they wrap inputs and outputs, which forbids in-place activations.
 
-    Autograd may ask from a thread of its own, while the one that called it waits.
+    Autograd may run the hooks in a thread of its own, while the calling thread waits.
     """
 
     def __init__(self, model: nn.Module, cancelled: Callable[[], bool]) -> None:
@@ -39,22 +39,22 @@ class Cancellation:
                 self._undo.append(hook.remove)
 
     def arm(self, before_first: Callable[[], None] | None = None) -> None:
-        """Begin a step; ``before_first`` is called once, at its first point, and may raise ``StepCancelled`` too."""
+        """Begin a step; ``before_first`` is called at its first point, and may raise ``StepCancelled`` too."""
         self._armed, self._before_first = True, before_first
 
     def disarm(self) -> None:
-        """End the step: nothing is asked and nothing raised until the next."""
+        """End the step: nothing is checked until the next one."""
         self._armed, self._before_first = False, None
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         self.disarm()
         for undo in reversed(self._undo):
             undo()
         self._undo = []
 
     def __reduce__(self) -> tuple[type[Cancellation], tuple[nn.Module, Callable[[], bool]]]:
-        # Copies of a model, as for averages of its weights, have copies of its hooks: theirs never interrupt.
+        # A copy of the model, such as an average of weights, has copies of these hooks. They must do nothing.
         return Cancellation, (nn.Module(), bool)
 
     def _ask(self, *_: object) -> None:
@@ -67,7 +67,7 @@ class Cancellation:
             raise StepCancelled
 
     def _ask_before_call(self, module: nn.Module) -> None:
-        """The same for a module that would compile its hooks together with itself."""
+        """Check before the call of a module that would compile its hooks with itself."""
         compiled = module._compiled_call_impl
         assert compiled is not None
 
@@ -84,12 +84,12 @@ class Cancellation:
 
 
 def _eager_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that Python calls: not those inside compiled ones, of which only the outermost is called."""
+    """The modules that Python calls: all but those inside a compiled module."""
     seen: set[nn.Module] = set()
     waiting = [model]
     while waiting:
         module = waiting.pop()
-        if module in seen or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+        if module in seen or isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
             continue
         seen.add(module)
         yield module

@@ -1,4 +1,4 @@
-"""A worker's end of the live server: ask for steps, push results, notice that a step is cancelled."""
+"""A worker's connection to the live server: ask for steps, push results, notice that a step is cancelled."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from paceline.transport.wire import decode, encode
 
 logger = logging.getLogger("paceline")
 
-_TIME_TO_ANSWER = 60.0  # seconds for a server to come up and answer the first message
-_TIME_TO_RETURN = 60.0  # for a server whose connection is lost: another process may take its place
-_TIME_TO_RETURN_HERE = 600.0  # on this host, where a supervisor ends us if none does
+_TIME_TO_ANSWER = 60.0  # seconds until a server has started and answered the first message
+_TIME_TO_RETURN = 60.0  # seconds for a lost server to be replaced
+_TIME_TO_RETURN_HERE = 600.0  # the same on this host, whose supervisor ends this worker if there is none
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2  # between two attempts to connect
 _TIME_TO_CONNECT = 2.0  # of one attempt
 _VANISHED_AFTER = 4.0  # seconds without any answer of the server's host
 _TIME_FOR_LAST_WORDS = 0.5
-_TICK = 0.5  # seconds between two looks at whether the connection still stands
-_TIME_FOR_A_COMMIT = 0.001  # seconds between two attempts to read while the server does not wait for us
+_TICK = 0.5  # seconds between two checks of the connection
+_TIME_FOR_A_COMMIT = 0.001  # seconds between two attempts to read, after a commit has overtaken the first
 
 M = TypeVar("M", bound=wire.Message)
 
 
 class _JoinedAgain(Exception):
-    """The connection was lost and made anew; this worker is a new incarnation now, with nothing under way."""
+    """The connection was lost and made again; this worker is now a new incarnation without a step."""
 
 
 class _Lost(Exception):
@@ -52,10 +52,11 @@ class _Lost(Exception):
 class Client:
     """One worker's connection to the server at ``address``; ``memory`` is the file that processes of its host share.
 
-    Where several servers hold the parameters, this is the first, and ``shard_memories`` are the others' files.
+    If several servers hold the parameters, ``address`` is that of the first, and ``shard_memories`` are the files of
+    the others.
 
-    Steps come as ``wire.Go``: ``next_step`` waits for one. ``cancelled`` tells, without waiting, that a later one has
-    come while a step is under way, or word that there is none.
+    ``next_step`` waits for a step. ``cancelled`` checks, without waiting, whether the present step has been replaced by
+    a later one or by the end of the data.
     """
 
     def __init__(
@@ -73,18 +74,18 @@ class Client:
         self._model, self._layouts = model, ModelLayouts(model)
         self._address, self._token, self._sealed = address, token, sealed
         self._memory_file, self._shard_memories = memory, shard_memories
-        self._others: OtherParts | None = None  # of the parameters, with other servers
+        self._others: OtherParts | None = None  # the parts of the parameters that other servers hold
         self._connection: Connection | None = None
-        self._later: wire.Go | wire.Finished | None = None  # has come while a step was under way
-        # Where parameters go that come now, where the last ones are, and where they go while a step is under way.
+        self._later: wire.Go | wire.Finished | None = None  # came during the present step
+        # Where parameters are received now, where the last ones are, and where they are received during a step.
         self._into = self._came = self._aside = cast(Pieces | None, None)
-        self._data: wire.Data | None = None  # for a server that has not heard of it
+        self._data: wire.Data | None = None  # to describe to a server that does not know it
         self._step, self._doomed = -1, False
-        self._asks = 0  # how often steps were asked for
-        self._must_ask = False  # has joined again, and been told of no step since
+        self._asks = 0  # number of requests for steps
+        self._must_ask = False  # has joined again, and has no step since
         self._closed = False
         self.rank, self.incarnation = rank, incarnation
-        self.version = 0  # of the parameters that the model has
+        self.version = 0  # of the parameters in the model
         try:
             self._meet(
                 _TIME_TO_ANSWER,
@@ -95,10 +96,10 @@ class Client:
             self.close()
             raise
 
-    # Coming and going ----------------------------------------------------------------------------------------
+    # Joining and leaving -------------------------------------------------------------------------------------
 
     def _meet(self, seconds: float, complaint: str) -> None:
-        """Become a member of the server's, trying for so long to reach it."""
+        """Join the server, and try again for so many seconds; then raise ``CommError(complaint)``."""
         deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
         while True:
             try:
@@ -113,7 +114,7 @@ class Client:
                 pause = min(1.5 * pause, _LONGEST_PAUSE)
 
     def _join(self) -> None:
-        """Connect, prove the token and say hello; ``_Lost`` if that comes to nothing."""
+        """Connect, prove the token and join; ``_Lost`` if that fails."""
         if self._connection is not None:
             self._connection.close()
         try:
@@ -189,23 +190,20 @@ class Client:
     # Steps ---------------------------------------------------------------------------------------------------
 
     def describe(self, num_samples: int, batch_size: int, last: Any, shuffle: bool, checksum: int) -> None:
-        """Tell the server what its batch numbers are numbers of."""
+        """Describe the data set whose batches the server numbers."""
         self._data = wire.Data(num_samples, batch_size, last, shuffle, checksum)
         self._send(self._data)
 
     def ask(self, demand: int) -> None:
-        """Ask for a step; ``demand`` is the number of a ``Demand``, and says what for.
-
-        The step under way, or on its way, is given up.
-        """
+        """Ask for a step of this ``Demand``; a step that was begun or sent before is abandoned."""
         self._asks += 1
         self._must_ask, self._later = False, None
         self._send(wire.Ask(int(demand), self._asks, self.version))
 
     def next_step(self, demand: int) -> wire.Go | wire.Finished:
-        """Wait for the next step, or to hear that there is none; the model then has the parameters to use.
+        """Wait for the next step, or for the end of the data; the model then has the parameters of it.
 
-        ``demand`` is for asking again, should the server have taken this worker for dead.
+        ``demand`` is for asking again, if the server has taken this worker for dead.
         """
         while True:
             if self._must_ask:
@@ -222,7 +220,7 @@ class Client:
         return answer._replace(version=self.version)
 
     def _wait_for_step(self) -> wire.Go | wire.Finished:
-        """Nothing is under way: parameters may go where the model has them."""
+        """Wait without a step: parameters may be received directly into the model."""
         if self._memory_file is None:
             self._into = self._parameters.in_model()
         try:
@@ -231,9 +229,9 @@ class Client:
             self._into = self._aside
 
     def _read(self, version: int) -> bool:
-        """Take the parameters: as they are now where they are shared, else as they came.
+        """Take the parameters: the present ones from shared memory, or those that were received.
 
-        False if another server's have been overtaken by later ones, or they are lost: then another step comes.
+        False if another server has a later version by now, or a connection is lost; then another step follows.
         """
         if self._memory_file is None:
             if self._others is not None and not self._read_others(version):
@@ -245,7 +243,7 @@ class Client:
         return self._read_shared()
 
     def _read_shared(self) -> bool:
-        """Copy the parameters out of the memory, again if a commit has overtaken us."""
+        """Copy the parameters from shared memory, and again if a commit was made meanwhile."""
         found, fits = -1, False
 
         def copy() -> None:
@@ -260,7 +258,7 @@ class Client:
             time.sleep(_TIME_FOR_A_COMMIT)
         if copied is Copied.TORN:
             return False
-        if not fits:  # the first server's lock keeps all from commits while we read
+        if not fits:  # while we hold the first server's lock, no server makes a commit
             raise CommError(f"worker {self.rank}: the servers have different versions of the parameters")
         self.version = found
         return True
@@ -270,13 +268,13 @@ class Client:
         try:
             return self._others.read(version)
         except ConnectionLost:
-            self._connection.give_up()  # the whole of it is made anew
+            self._connection.give_up()  # all connections are made again
             return False
 
     def cancelled(self) -> bool:
-        """Whether the step under way has been overtaken: by a later one, by the end of the data, or by silence.
+        """Whether the present step was cancelled: a later one or the end of the data came, or the connection is lost.
 
-        If the connection is lost, the server gives the batch to another; the next step is where we wait for it.
+        After a lost connection the server gives the batch to another worker; ``next_step`` waits for the server.
         """
         try:
             while self._later is None and not self._must_ask and (message := self._receive()) is not None:
@@ -287,7 +285,7 @@ class Client:
         return self._doomed or self._later is not None or self._must_ask
 
     def pause(self, seconds: float) -> None:
-        """Sleep; a cancelled step ends the sleep by ``StepCancelled``."""
+        """Sleep; raise ``StepCancelled`` when the step is cancelled."""
         assert self._connection is not None
         deadline = time.monotonic() + seconds
         while not self.cancelled():
@@ -295,15 +293,15 @@ class Client:
             if left <= 0:
                 return
             if left > 0.002:
-                self._connection.wait(left - 0.001)  # which counts in whole milliseconds
+                self._connection.wait(left - 0.001)  # poll() counts whole milliseconds
             else:
                 time.sleep(left)
         raise StepCancelled
 
     def push(self, *, examples: int, loss: float | None, seconds: float) -> None:
-        """Push the gradients that lie in the model, and its buffers."""
+        """Push the gradients and buffers of the model."""
         self._layouts.check_trained()
-        tensors, filled = None, Filled(b"", finite=False, checksum=0)  # it is for the server to look
+        tensors, filled = None, Filled(b"", finite=False, checksum=0)  # the server checks them
         if self._memory_file is None:
             tensors, used = self._gradients.pieces()
             filled = filled._replace(used=used)
@@ -314,7 +312,7 @@ class Client:
             try:
                 filled = self._others.push(self._step, filled)
             except ConnectionLost:
-                self._connection.give_up()  # the whole of it is made anew
+                self._connection.give_up()  # all connections are made again
                 return
         told = float("nan") if loss is None else loss
         used, finite, checksum = filled
@@ -322,7 +320,7 @@ class Client:
         self._send(message, tensors)
 
     def skip(self) -> None:
-        """Give the step up and count its batch as used; another step comes."""
+        """Abandon the step and count its batch as used; another step follows."""
         self._send(wire.Skip(self._step, self.version))
 
     def more(self) -> wire.BatchMessage | None:
@@ -338,10 +336,10 @@ class Client:
             self._later = answer
         return answer if isinstance(answer, wire.BatchMessage) else None
 
-    # Other wishes --------------------------------------------------------------------------------------------
+    # Other requests ------------------------------------------------------------------------------------------
 
     def mean(self, epoch: int, key: str, weight: float, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Average values over all workers, each of whom calls this with the same key."""
+        """Average values over all workers; each must call this with the same key."""
         most = wire.MOST_VALUES
         parts = [values[start : start + most] for start in range(0, len(values), most)]
         means = [
@@ -351,7 +349,7 @@ class Client:
         return tuple(number for mean in means for number in mean)
 
     def save(self, path: str) -> str:
-        """Have the server write a checkpoint, to the run's directory if the path is empty."""
+        """Let the server write a checkpoint, into the run's directory if the path is empty."""
         return self._request(wire.Save(path), wire.Saved).path
 
     def record(self, event: str, values: dict[str, Any]) -> None:
@@ -361,7 +359,7 @@ class Client:
     # Messages ------------------------------------------------------------------------------------------------
 
     def _send(self, message: wire.Message, tensors: Pieces | None = None) -> None:
-        """Send a message; that it is lost is seen when an answer is waited for."""
+        """Send a message; a lost connection is noticed by the next wait for an answer."""
         assert self._connection is not None, "the client is closed"
         self._connection.send_all(encode(message), tensors, vanished_after=_VANISHED_AFTER)
 
@@ -372,7 +370,7 @@ class Client:
                 return self._wait_for(answer)
 
     def _wait_for(self, *kinds: type[M]) -> M:
-        """Wait for a message of these kinds; steps that come meanwhile are kept. ``_JoinedAgain``: it will not come."""
+        """Wait for a message of these kinds; steps that come before it are kept. ``_JoinedAgain``: it will not come."""
         try:
             return self._hear(*kinds)
         except _Lost:
@@ -396,7 +394,7 @@ class Client:
                 self._later = message
 
     def _receive(self) -> wire.Message | None:
-        """The next message, or None if it has not all come; ``_Lost`` if it will not."""
+        """The next message, or None if it is not complete yet; ``_Lost`` if it never will be."""
         assert self._connection is not None
         while (received := self._connection.receive(self._into)) is not None:
             message = decode(received.head)
@@ -412,11 +410,11 @@ class Client:
                 case wire.Over():
                     raise SystemExit(0)
                 case wire.Unknown():
-                    raise _Lost  # it has taken us for dead
+                    raise _Lost  # the server has taken this worker for dead
                 case wire.Go() | wire.Finished() if message.ask != self._asks:
                     if received.tensors not in (None, self._aside):
                         self._read(message.version)  # the model has its parameters already
-                    continue  # it was on its way when we asked anew
+                    continue  # it answers an earlier request
                 case _:
                     return message
         if self._connection.ended:
@@ -424,7 +422,7 @@ class Client:
         return None
 
     def _watch_connection(self, connection: Connection) -> None:
-        """Wait for something to happen; ``_Lost`` if the server or its host is gone."""
+        """Wait for a message; ``_Lost`` if the server or its host is gone."""
         connection.wait(_TICK)
         if connection.ended or connection.silence.seconds(time.monotonic()) > _VANISHED_AFTER:
             raise _Lost

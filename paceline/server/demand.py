@@ -1,21 +1,21 @@
-"""What a worker asks steps for."""
+"""What a worker requests steps for."""
 
 from __future__ import annotations
 
 
 class Demand(int):
-    """Steps on batches that the server hands out, of the epochs below this number; two numbers mean something else."""
+    """Steps on batches of the epochs below this number, which the server hands out; or one of the two constants."""
 
     @property
     def own_data(self) -> bool:
-        """Whether the steps are without end, and on data of the worker's own."""
+        """Whether the worker uses data of its own, so that its steps do not end."""
         return self < 0
 
     @property
     def batches(self) -> bool:
-        """Whether batches are wanted, and not only the newest parameters."""
+        """Whether batches are requested, and not only the newest parameters."""
         return self > 0
 
 
 OWN_DATA = Demand(-1)
-NEWEST_PARAMETERS = Demand(0)  # and no step
+NEWEST_PARAMETERS = Demand(0)  # without a step

@@ -1,8 +1,8 @@
 """The live server: a policy driven by real workers.
 
-Everything happens in one thread, in the order in which messages come. An event (a worker joins, asks, pushes, leaves)
-goes to the policy, and the actions that it answers are carried out: commits by the script's own optimizer, on
-parameters that lie in memory shared with the workers of this host.
+One thread handles all messages, in the order of their arrival. An event (a worker joins, asks, pushes or leaves) goes
+to the policy, and the server carries out the actions that the policy returns. The script's own optimizer makes the
+commits, on parameters in memory that the workers of this host share.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ _LONGEST_REASON = 2000  # characters: names in it come from others, and a messag
 
 
 class CommitSummary(NamedTuple):
-    """One commit, as the metrics tell of it."""
+    """One commit, for the metrics."""
 
     version: int  # after it
     epoch: int
     workers: list[int]
     staleness: list[int]
-    waited: list[float]  # from each push to the commit
+    waited: list[float]  # seconds from each push to the commit
     examples: int
-    loss: float | None  # mean over the pushes that told theirs
+    loss: float | None  # mean over the pushes that have one
     rate: float
     seconds: float  # of the update
 
 
 class Host(Protocol):
-    """What the server asks of the session that it serves for."""
+    """What the server calls in the process that runs it."""
 
     def rate(self) -> float: ...
     def committed(self, commit: CommitSummary) -> None: ...
@@ -77,11 +77,11 @@ class Host(Protocol):
 
 
 class LiveServer:
-    """Serve ``train_state`` under ``policy`` to ``workers`` workers, of whom those of this host share ``memory``.
+    """Serve ``train_state`` under ``policy`` to ``workers`` workers; those of this host share ``memory``.
 
-    When those who have joined have left, it waits ``patience`` seconds for the others, unless they are said to be gone.
-    ``found`` is what a server that was killed has left in that memory, as ``read_note`` reads it: go on from it.
-    ``shards`` are other servers, which hold the rest of the parameters and which this one orders about.
+    When all workers that have joined have left, the server waits ``patience`` seconds for the others. ``found`` is the
+    note of a killed server in that memory (see ``read_note``); this one continues from it. ``shards`` are the other
+    servers, which hold the rest of the parameters and which this one directs.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class LiveServer:
         self._up_bytes = self._layouts.up.nbytes if shards is None else shards.up_bytes
         self._down_bytes = self._layouts.down.nbytes if shards is None else shards.down_bytes
         self._workers, self._patience = workers, patience
-        self._seed = seed % 2**63  # what a message holds: torch's own seeds have 64 bits
+        self._seed = seed % 2**63  # fits into a message; torch's own seeds have 64 bits
         self._memory = SharedMemory(
             memory, down=self._layouts.down.nbytes, up=self._layouts.up.nbytes, slots=workers, create=True
         )
@@ -135,20 +135,20 @@ class LiveServer:
         self._by_peer: dict[Peer, Member] = {}
         self._figures: dict[int, Figures] = {}
         self._todo: deque[decided.Action] = deque()
-        self._arrived: dict[decided.Push, float] = {}  # pushes not committed yet, and when they came
+        self._arrived: dict[decided.Push, float] = {}  # pushes not committed yet -> time of arrival
         self._start_epoch = queue.epoch
         self._saves: list[tuple[Peer, str]] = []
         self._left_at: float | None = None  # when a worker last left because it was done
         self._left_out = 0  # commits in a row that were too small for the aggregator
         if found is not None and math.isfinite(patience):
-            # All may have left, or be busy and leave without our hearing of it.
+            # All workers may have left already, or may leave unnoticed.
             self._patience, self._left_at = max(patience, _LONGEST_ABSENCE), self._now()
         self._trace(traced.Began(version, found is not None))
         if found is None:
             self._double_buffer.begin(version, self._note())
 
     def serve(self, asked_to_stop: Callable[[], bool]) -> bool:
-        """Serve until all workers have left, or we are asked to stop; True if they have left by themselves."""
+        """Serve until all workers have left, or a stop is requested; True if the workers have left."""
         while not asked_to_stop():
             for peer, heard in self._listener.hear(_TICK):
                 self._take_in(peer, heard)
@@ -166,7 +166,7 @@ class LiveServer:
         return NOT_YET in self._state.members.values() and self._now() < since + self._patience
 
     def worker_is_gone(self, rank: int) -> None:
-        """A worker that we may never have heard of will not come (back)."""
+        """Record that a worker, which may never have joined, will not come (again)."""
         if rank in self._members:
             self._leave(self._members[rank])
         elif rank in self._state.members:
@@ -176,10 +176,10 @@ class LiveServer:
         self._settle()
 
     def figures(self) -> dict[int, dict[str, Any]]:
-        """What every worker has done."""
+        """The figures of every worker."""
         return {rank: figures.as_dict() for rank, figures in sorted(self._figures.items())}
 
-    # What is heard ------------------------------------------------------------------------------------------
+    # Messages -----------------------------------------------------------------------------------------------
 
     def _take_in(self, peer: Peer, heard: Heard) -> None:
         member = self._by_peer.get(peer)
@@ -227,7 +227,7 @@ class LiveServer:
             case wire.Save():
                 self._saves.append((member.peer, message.path))
             case wire.Record():
-                if member.rank == min(self._members):  # all say the same
+                if member.rank == min(self._members):  # all workers send the same
                     self._host.note(message.event, {**_values_of(message), "worker": member.rank})
             case wire.Leave():
                 if not message.failed:
@@ -254,8 +254,8 @@ class LiveServer:
         if not local:
             peer.tensors = Pieces(memory_of(gradients.memory))
         if not peer.remote and not self._listener.watch(peer, hello.pid):
-            return  # gone again
-        if rank in self._members:  # it was taken for alive, or has lost its connection
+            return  # its process has ended
+        if rank in self._members:  # its earlier connection was lost, or its death not noticed
             self._listener.forget(self._members[rank].peer)
             self._leave(self._members[rank])
         figures = self._figures.setdefault(rank, Figures())
@@ -303,7 +303,7 @@ class LiveServer:
         return min(expected, default=max([self._workers - 1, *self._lives]) + 1)
 
     def _enter(self, member: Member) -> None:
-        """Let the policy know of a member, as a new incarnation."""
+        """Report a member to the policy as a new incarnation."""
         member.life = self._lives[member.rank] = self._lives.get(member.rank, -1) + 1
         self._do(self._policy.joined(self._state, member.rank, member.life, self._now()))
 
@@ -368,7 +368,7 @@ class LiveServer:
         self._do(actions)
 
     def _store_push(self, member: Member, push: wire.PushMessage, *, alone: bool) -> None:
-        """Have a push in the store, and its parts in those of the other servers, before its worker goes on."""
+        """Put a push into the store, and its parts into those of the other servers, before its worker goes on."""
         key, examples = PushKey(member.rank, push.step), push.examples
         if self._shards is not None:
             self._shards.take(key, examples, push.used, shared=member.local, alone=alone)
@@ -377,9 +377,9 @@ class LiveServer:
             self._shards.settle()
 
     def _examine(self, member: Member, push: wire.PushMessage) -> tuple[str | None, int]:
-        """What is not finite in a push, and its checksum; of all its parts, while each server looks at its own.
+        """Name what is not finite in a push, if anything, and return its checksum; every server checks its own part.
 
-        A worker of this host has looked at its gradients when it copied them; only what is amiss is looked at again.
+        A worker of this host checks its gradients when it copies them. If it found nothing, they are not checked again.
         """
         if member.local and push.finite:
             return None, push.checksum
@@ -391,7 +391,7 @@ class LiveServer:
         return amiss or elsewhere, (checksum + rest) % 2**64
 
     def _take_mean(self, member: Member, message: wire.Mean) -> None:
-        """Take a worker's part of a mean; rounds go on without it, or others would wait for it and it for them."""
+        """Take a worker's part of a mean, and the worker out of the rounds: else it and others wait for each other."""
         self._averages.add(member.rank, message)
         if member.standing is Standing.RESTING:
             member.standing = Standing.AVERAGING_AT_REST
@@ -401,7 +401,7 @@ class LiveServer:
             self._do(self._policy.left(self._state, member.rank, self._now()))
 
     def _refuse_numbers(self, member: Member, step: int, name: str) -> None:
-        """A gradient that is not finite harms nobody: its batch counts as used, and the worker goes on."""
+        """Leave out a push that is not finite: its batch counts as used, and the worker goes on."""
         reason = f"step {step} of worker {member.rank}: the gradient of {name} is not finite; it is left out"
         logger.warning("%s", reason)
         member.figures.refused += 1
@@ -411,16 +411,16 @@ class LiveServer:
 
     def _give_more(self, member: Member, message: wire.More) -> None:
         if message.step != member.step or member.demand is None:
-            return  # cancelled meanwhile: the next step is on its way
+            return  # cancelled; the next step has been sent
         batch = self._queue.take(member.rank, member.demand)
         epoch, number = batch if batch is not None else (-1, -1)
         self._trace(traced.GivenMore(member.rank, message.step, epoch, number))
         member.peer.send(wire.BatchMessage(message.step, epoch, number))
 
-    # What is done --------------------------------------------------------------------------------------------
+    # Actions -------------------------------------------------------------------------------------------------
 
     def _do(self, actions: decided.Actions) -> None:
-        """Carry out actions in order, and behind them what they lead to."""
+        """Carry out actions in order, then those that they cause."""
         busy = bool(self._todo)
         self._todo.extend(actions)
         while self._todo and not busy:
@@ -464,7 +464,7 @@ class LiveServer:
         member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch, member.ask), tensors)
 
     def _let_rest(self, member: Member) -> None:
-        """There is no batch for a member now: rounds go on without it."""
+        """Take a member for which there is no batch out of the rounds."""
         member.standing = Standing.RESTING
         self._do(self._policy.left(self._state, member.rank, self._now()))
 
@@ -477,7 +477,7 @@ class LiveServer:
             self._enter(member)
 
     def _parameters_for(self, member: Member) -> memoryview | None:
-        """What has to travel to a member of another host; what of it still waits is copied before the next commit."""
+        """The parameters to send to a member, or None if it shares memory; unsent bytes are copied before a commit."""
         if member.local:
             return None
         if self._shards is not None:
@@ -503,7 +503,7 @@ class LiveServer:
         self._check_size(commit)
         waiting = len(self._arrived) - len(shares)
         self._double_buffer.after_update(self._memory.version, self._note(), waiting)
-        self._memory.wrote()  # not if it has failed: then nobody may read what there is
+        self._memory.wrote()  # not after a failure: then the parameters may be incomplete
         self._tell(commit, rate, time.monotonic() - began)
 
     def _check_size(self, commit: decided.Commit) -> None:
@@ -525,7 +525,7 @@ class LiveServer:
             )
 
     def _keep_from_reading(self) -> None:
-        """Let nobody read until the commit is made; it is not the policy's to wait for a worker that is stopped."""
+        """Keep workers from reading until the commit is made; do not wait for one that is stopped."""
         longest = _LONGEST_READ + self._down_bytes / _SLOWEST_COPY
         for rank in self._memory.begin_writing(longest):
             logger.warning(
@@ -544,7 +544,7 @@ class LiveServer:
         shards.settle()
 
     def _tell(self, commit: decided.Commit, rate: float, seconds: float) -> None:
-        """Note what a commit was made of; the policy's version may be ahead, for it counts what it has decided."""
+        """Report a commit; the policy's version may be ahead of it, since it counts decisions."""
         now, version = self._now(), self._memory.version
         staleness = [version - 1 - push.version for push in commit.pushes]
         for push, stale in zip(commit.pushes, staleness, strict=True):
@@ -566,7 +566,7 @@ class LiveServer:
         )
 
     def _note(self) -> dict[str, Any]:
-        """What a successor has to know beside the tensors, should we be killed."""
+        """What a replacement of this server needs beside the tensors."""
         return {
             "queue": self._queue.state_dict(),
             "policy": {**self._state.carry(), "version": self._memory.version},
@@ -578,11 +578,11 @@ class LiveServer:
         }
 
     def _note_down(self) -> None:
-        """Note what is about to be told, or has happened, apart from commits."""
+        """Write the note again, for a change or an answer that is no commit."""
         self._double_buffer.note_again(self._memory.version, self._note())
 
     def _take_over(self, found: Mapping[str, Any]) -> None:
-        """Go on from what a server that was killed has left behind."""
+        """Continue from the note of a killed server."""
         self._double_buffer.recover(found)
         self._queue.load_state_dict(found["queue"])
         self._state.take_over(found["policy"])
@@ -592,10 +592,10 @@ class LiveServer:
             self._lives[rank] = NOT_YET
             self._policy.left(self._state, rank, self._now())
 
-    # What waits for others -----------------------------------------------------------------------------------
+    # Answers that wait for other workers ---------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """See to what waits for others: ends of epochs, means, checkpoints."""
+        """Answer what waits for other workers: means, ends of epochs, checkpoints."""
         self._tell_means()
         self._wake_for_returned()
         self._end_epochs()
@@ -624,14 +624,14 @@ class LiveServer:
         for peer, path in self._saves:
             try:
                 saved = self._host.save(Path(path) if path else None)
-            except (PacelineError, OSError, ValueError) as error:  # a path may be none
+            except (PacelineError, OSError, ValueError) as error:  # ValueError: the path is invalid
                 peer.send(wire.Refused(str(error)[:_LONGEST_REASON]))
             else:
                 peer.send(wire.Saved(str(saved)))
         self._saves = []
 
     def _wake_for_returned(self) -> None:
-        """Give batches that have come back to members that have none."""
+        """Give batches that were given back to resting members."""
         for member in [member for member in self._members.values() if member.standing is Standing.RESTING]:
             if self._has_batch_for(member):
                 self._end_rest(member)
@@ -641,18 +641,18 @@ class LiveServer:
         return member.demand is not None and member.demand.batches and self._queue.has(member.demand)
 
     def _end_epochs(self) -> None:
-        """Let the members go on that have no more batches, once all batches are used and committed."""
+        """Tell resting members that no batches are left, once all are used and committed."""
         waiting = self._without_batches()
         if not waiting:
             return
         if any(member.demand is not None and member.demand.batches for member in waiting):
             self._do(self._policy.ended(self._state, self._now()))
-            for member in self._held_back():  # for those who wait here, and will not go on before it does
+            for member in self._held_back():  # they wait for a round that cannot be completed
                 self._let_rest(member)
-        done = self._without_batches()  # those, and the ones that had waited for the commit
+        done = self._without_batches()  # also those that waited for the commit
         for member in done:
             member.demand = None
-            self._end_rest(member)  # all of them before the first asks again: a round needs them all
+            self._end_rest(member)  # all before the first asks again, or a round would be too small
         for member in done:
             self._trace(traced.Finished(member.rank, self._memory.version))
         self._note_down()
@@ -665,11 +665,11 @@ class LiveServer:
         return [member for member in self._members.values() if member.standing.rests and self._has_used_all(member)]
 
     def _held_back(self) -> list[Member]:
-        """Those without batches to whom the policy gives no step."""
+        """Members without batches that the policy keeps waiting."""
         return [self._members[rank] for rank in self._state.waiting if self._has_used_all(self._members[rank])]
 
     def _has_used_all(self, member: Member) -> bool:
-        """Whether all batches that a member has asked for are used."""
+        """Whether all batches that a member has requested are used."""
         demand = member.demand
         return demand is not None and not demand.own_data and self._queue.finished(demand)
 

@@ -1,4 +1,4 @@
-"""The workers as the server knows them, and what each has cost and given."""
+"""The workers that have joined the server, and the figures of each."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from paceline.transport.listening import Peer
 
 @dataclass(kw_only=True)
 class Figures:
-    """What one worker has done, over all its incarnations."""
+    """The figures of one worker over all its incarnations."""
 
-    pushes: int = 0  # committed or to be
+    pushes: int = 0  # accepted
     cancelled: int = 0
-    dropped: int = 0  # came too late
+    dropped: int = 0  # late
     refused: int = 0  # not finite
     examples: int = 0
     staleness: int = 0  # sum over its committed pushes
-    computing_seconds: float = 0.0  # as it says itself, of pushes
+    computing_seconds: float = 0.0  # of its pushes, as the worker measured
     waiting_seconds: float = 0.0  # from its push to its next step
-    thrown_away_seconds: float = 0.0  # from the beginning of steps to their cancelling
-    bytes_in: int = 0  # of tensors, to the server, on a network or through memory
-    bytes_out: int = 0
+    thrown_away_seconds: float = 0.0  # from the beginning of each cancelled step to its cancel
+    bytes_in: int = 0  # of tensors pushed, over a network or through memory
+    bytes_out: int = 0  # of tensors sent to it
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, and the mean staleness in place of the sum."""
+        """All figures, with the mean staleness in place of the sum."""
         values = dict(self.__dict__)
         values["staleness"] = self.staleness / self.pushes if self.pushes else None
         return values
@@ -49,18 +49,18 @@ class Standing(Enum):
 
 @dataclass(kw_only=True, eq=False)
 class Member:
-    """A worker that takes part."""
+    """A worker that has joined."""
 
     rank: int
     peer: Peer
-    gradients: Arena  # where its pushes are
-    local: bool  # shares the server's memory
+    gradients: Arena  # the memory of its pushes
+    local: bool  # whether it shares the server's memory
     figures: Figures
     life: int = 0  # its incarnation, as the policy knows it
     standing: Standing = Standing.IN_ROUNDS
     demand: Demand | None = None  # what it has asked steps for; None before, and after it was told that none are left
-    ask: int = 0  # the number of its last asking
-    step: int = -1  # the one that it was sent last
+    ask: int = 0  # the number of its last request
+    step: int = -1  # the last step that it was sent
     step_began: float = 0.0
-    pushed_at: float | None = None  # and no new step since then
-    first_epoch: int = -1  # the epoch that it came in, if it came after the run's first one
+    pushed_at: float | None = None  # when it pushed, until its next step
+    first_epoch: int = -1  # in which it joined; -1 if the server began in that epoch

@@ -1,4 +1,4 @@
-"""A worker's end of the servers beside the first, which hold the other parts of the parameters."""
+"""A worker's access to the other servers, each of which holds a part of the parameters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from paceline.transport.connections import Connection
 from paceline.transport.pieces import Pieces
 from paceline.transport.wire import decode, encode
 
-_TIME_TO_COME = 10.0  # seconds: they are up before the first server welcomes anybody
+_TIME_TO_COME = 10.0  # seconds; the others have started before the first server accepts a worker
 _VANISHED_AFTER = 4.0  # seconds without any answer of the servers' host
 _TICK = 0.5
 
 
 class ConnectionLost(Exception):
-    """A server beside the first cannot be reached any more."""
+    """The connection to one of the other servers is lost."""
 
 
 class _SharedPart:
-    """A part that lies in memory of this host."""
+    """A part in memory that this host's processes share."""
 
     def __init__(self, layouts: ModelLayouts, file: int, *, slots: int, rank: int) -> None:
         self._layouts = layouts
@@ -51,21 +51,21 @@ class _SharedPart:
 
 
 class _DistantPart:
-    """A part that travels over a line of its own."""
+    """A part that is sent and received over its own connection."""
 
     def __init__(self, layouts: ModelLayouts, address: str, *, token: bytes, sealed: bool, rank: int) -> None:
         self._layouts = layouts
         self._gradients, parameters = Arena(layouts.up), Arena(layouts.down)
         self._parameter_views = parameters.views
         self._into = Pieces(memory_of(parameters.memory))
-        self._version = -1  # of the parameters that have come
+        self._version = -1  # of the parameters that were received
         try:
             self._connection: Connection = call(address, token, sealed=sealed, seconds=_TIME_TO_COME)
         except CommError:
             raise ConnectionLost from None
         try:
             self._connection.send_all(encode(wire.Attach(rank)), vanished_after=_VANISHED_AFTER)
-            self.end_push(0)  # or it might be told to send us parameters before it knows us
+            self.end_push(0)  # until then the server does not know where to send parameters
         except BaseException:
             self._connection.close()
             raise
@@ -84,7 +84,7 @@ class _DistantPart:
                 return
 
     def receive(self, version: int) -> int:
-        """Wait for parameters of this version; give the version that has come, which may be a later one."""
+        """Wait for parameters of this version; return the version that came, which may be a later one."""
         while self._version < version:
             self._hear()
         return self._version
@@ -109,7 +109,7 @@ class _DistantPart:
 
 
 class OtherParts:
-    """All parts of the parameters but the first server's, as one worker pushes and pulls them."""
+    """The parts of the parameters that the other servers hold, for one worker to push and pull."""
 
     def __init__(
         self,
@@ -138,9 +138,9 @@ class OtherParts:
             raise
 
     def push(self, step: int, own: Filled) -> Filled:
-        """Let every server have its part of a push, of which ``own`` is the first server's; give the whole of it.
+        """Push the parts of the other servers; ``own`` tells of the first server's part, the result of all parts.
 
-        When this returns, all parts have come.
+        When this returns, all other servers have their parts.
         """
         filled = [own, *(part.begin_push(step) for part in self._parts)]
         for part in self._parts:
@@ -155,9 +155,9 @@ class OtherParts:
         )
 
     def read(self, version: int) -> bool:
-        """Take the parameters of this version into the model; False if there are others.
+        """Copy the parameters of this version into the model; False if a server has another version.
 
-        Where they travel, those are later ones, and so a later step has come too.
+        Over a network that is a later version, and then a later step has been sent too.
         """
         found = [part.receive(version) for part in self._parts]
         if any(each != version for each in found):
@@ -172,7 +172,7 @@ class OtherParts:
 
 
 def _at_the_same_host(address: str, known: str) -> str:
-    """The address with the host that we know the first server by: what a server binds may be any interface."""
+    """The address with the host name of the first server: an address that a server binds may name any interface."""
     if not (address.startswith("tcp://") and known.startswith("tcp://")):
         return address
     return f"{known.rpartition(':')[0]}:{address.rpartition(':')[2]}"

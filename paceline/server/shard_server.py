@@ -1,4 +1,4 @@
-"""A server beside the first: it holds a part of the parameters, and does what the first one orders."""
+"""One of several servers, not the first: it holds a part of the parameters and carries out the first one's orders."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from paceline.transport import messages as wire
 from paceline.transport.listening import Ended, Heard, Listener, Peer
 from paceline.transport.pieces import Pieces
 
-_TICK = 0.2  # seconds between two looks at whether we are asked to stop
-TIME_TO_BE_ENDED = 30.0  # seconds: if another server was killed, the supervisor ends us too, and starts all anew
-_REMEMBERED = 8  # answers
+_TICK = 0.2  # seconds between two checks for a request to stop
+TIME_TO_BE_ENDED = 30.0  # seconds; if a server is killed, the supervisor ends and replaces all of them
+_REMEMBERED = 8  # answers to orders
 
 
 class _Part:
-    """What a worker that shares no memory has sent of its gradients."""
+    """The part of a push that a worker of another host has sent."""
 
     def __init__(self, peer: Peer, laid: Arena) -> None:
         self.peer, self.laid = peer, laid
@@ -38,10 +38,10 @@ class _Part:
 
 
 class ShardServer:
-    """Server ``shard`` of so many, from 1 on: the parameters of its part lie in the memory ``file``.
+    """Server number ``shard`` (the first server is 0); the parameters of its part are in the memory ``file``.
 
-    ``address`` is where workers of other hosts reach it, if they do. All orders come from the first server, over one
-    connection; they are numbered, and one that comes again is answered again and not carried out.
+    ``address`` is for workers of other hosts, if there are any. All orders come from the first server, over one
+    connection. They are numbered; a repeated order is answered again, and not carried out again.
     """
 
     def __init__(
@@ -58,26 +58,26 @@ class ShardServer:
         self._shard, self._servers = shard, servers
         self._layouts = layouts_of(train_state.model, servers)[shard]
         self._store: ParameterStore | None = None
-        self._shares: list[Share] = []  # that were chosen for the next commit
+        self._shares: list[Share] = []  # of the next commit
         self._file, self._listener, self._address = file, listener, address
         self._memory: SharedMemory | None = None
         self._double_buffer: DoubleBuffer | None = None
-        self._first: Peer | None = None  # the server that orders
-        self._orders = 0  # carried out
-        self._answers: dict[int, wire.Done] = {}  # to the last few of them
-        self._slots: dict[int, Arena] = {}  # by rank: of workers that share memory
-        self._parts: dict[int, _Part] = {}  # by rank; kept when a worker is gone, since its push may still be taken
+        self._first: Peer | None = None  # the first server
+        self._orders = 0  # number of orders carried out
+        self._answers: dict[int, wire.Done] = {}  # to the last few orders
+        self._slots: dict[int, Arena] = {}  # rank -> memory of its pushes, of workers of this host
+        self._parts: dict[int, _Part] = {}  # by rank; kept after a worker has left, since its push may still count
         self._ended = False
-        self._alone_since: float | None = None  # when the first server was gone
+        self._alone_since: float | None = None  # when the connection to the first server was lost
 
     def serve(self, asked_to_stop: Callable[[], bool]) -> None:
-        """Serve until the first server ends the run; if that is not there, until we are asked to stop."""
+        """Serve until the first server ends the run; without a first server, until a stop is requested."""
         while not self._ended and not (self._is_alone() and asked_to_stop()):
             for peer, heard in self._listener.hear(_TICK):
                 self._take_in(peer, heard)
 
     def _is_alone(self) -> bool:
-        """Whether the first server is not there: it has not come yet, or was killed a moment ago."""
+        """Whether there is no first server: it has not connected yet, or was killed a moment ago."""
         if self._alone_since is not None and time.monotonic() > self._alone_since + TIME_TO_BE_ENDED:
             raise CommError("the first server is gone, which decides; look at its own output for the reason")
         return self._first is None or self._alone_since is not None
@@ -204,11 +204,11 @@ class ShardServer:
         return norms_of(self._layouts) if self._train_state.clip_norm is not None else b""
 
     def _update(self, order: wire.Update) -> None:
-        """Make the commit; the first server keeps workers of this host from reading meanwhile."""
+        """Make the commit; meanwhile the first server keeps workers of this host from reading."""
         assert self._memory is not None and self._double_buffer is not None and self._store is not None
         self._check_version(order.version - 1)
         self._listener.keep_what_waits()
-        self._double_buffer.before_update()  # the last commit was decided, or there would be no other
+        self._double_buffer.before_update()  # the first server makes no commit before the last one counts everywhere
         self._store.update(norm=order.norm)
         self._memory.version = order.version
         self._double_buffer.after_update(order.version, {})
@@ -216,7 +216,7 @@ class ShardServer:
     def _give(self, order: wire.Give) -> None:
         assert self._memory is not None
         self._check_version(order.version)
-        if order.rank in self._parts:  # else it is gone
+        if order.rank in self._parts:  # else it has left
             self._parts[order.rank].peer.send(wire.Parameters(order.version), memory_of(self._memory.down))
 
     def _check_version(self, version: int) -> None:

@@ -1,7 +1,7 @@
-"""The servers beside the first, as the first one orders them about: each holds a part of the parameters.
+"""The first server's control of the other servers, each of which holds a part of the parameters.
 
-The first server decides; the others do as they are told, one order after the other, so that a commit, and a worker's
-getting the parameters, come at the same point of every server's order. A worker goes on only when all have answered.
+The first server decides, and the others carry out its orders one after the other. So commits and sending of parameters
+have the same order on all servers. A worker goes on only when all servers have answered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.transport.calling import call
 from paceline.transport.connections import Connection
 from paceline.transport.wire import decode, encode
 
-_TIME_TO_COME = 60.0  # seconds for a server to run the script up to join()
+_TIME_TO_COME = 60.0  # seconds until a server has run the script up to join()
 _TIME_TO_END = 1.0
 _TICK = 0.5
 
@@ -36,8 +36,8 @@ class _Other:
 
     def __init__(self, number: int, connection: Connection, file: int, memory: SharedMemory) -> None:
         self.number, self._connection, self.file, self.memory = number, connection, file, memory
-        self.awaited = 0  # answers
-        self.answer = wire.Done(0)  # the last one
+        self.awaited = 0  # answers not received yet
+        self.answer = wire.Done(0)  # the last answer
         self.remote_address = ""
 
     def send(self, order: Any) -> None:
@@ -45,7 +45,7 @@ class _Other:
         self.awaited += 1
 
     def wait(self) -> None:
-        """Wait until every order is carried out."""
+        """Wait until this server has carried out every order."""
         while self.awaited:
             self._connection.flush()
             received = self._connection.receive()
@@ -66,11 +66,11 @@ class _Other:
 
 
 class Shards:
-    """Bring up the servers at ``addresses``, each of which shares one of the ``memories`` with us and the workers.
+    """Start the servers at ``addresses``; each shares one of the ``memories`` with this process and the workers.
 
-    The parameters of ``train_state`` then lie in those memories, so that its model is always whole; its optimizers
-    remember nothing of what others hold. ``found``: the servers before were killed, and what they had of ``version``
-    is there.
+    The parameters of ``train_state`` are then in those memories, so that its model is always complete. Its optimizers
+    have state for this server's part only. ``found``: the servers replace killed ones, whose state of ``version`` is in
+    the memories.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Shards:
             for sizes in ([each.up for each in self._layouts], [each.down for each in self._layouts])
         )
         self._orders = 0
-        self._undecided = False  # the others have made a commit, and not heard that it stays
+        self._undecided = False  # the others do not know yet that their last commit counts
         self._others: list[_Other] = []
         for number, (layouts, file, address) in enumerate(zip(self._layouts[1:], memories, addresses, strict=True), 1):
             memory = SharedMemory(file, down=layouts.down.nbytes, up=layouts.up.nbytes, slots=workers, create=True)
@@ -122,7 +122,7 @@ class Shards:
 
     @property
     def layouts(self) -> ModelLayouts:
-        """What the first server holds itself."""
+        """The layouts of the first server's own part."""
         return self._layouts[0]
 
     def _parts(self) -> list[tuple[_Other, ModelLayouts]]:
@@ -131,11 +131,11 @@ class Shards:
     # Pushes and commits ------------------------------------------------------------------------------------------
 
     def begin_examining(self, rank: int, step: int, *, shared: bool) -> None:
-        """Have the parts of a push looked at."""
+        """Let the others check their parts of a push."""
         self._order_all(wire.Examine(self._number(), rank, step, shared))
 
     def end_examining(self) -> tuple[str | None, int]:
-        """What is not finite in the parts, and the sum of their checksums."""
+        """Name what is not finite in the parts, if anything, and return the sum of their checksums."""
         self._wait()
         amiss = [other.answer.result for other in self._others if other.answer.result]
         if wire.MISSING_PART in amiss:
@@ -143,22 +143,22 @@ class Shards:
         return (amiss[0].decode() if amiss else None), sum(other.answer.value for other in self._others)
 
     def take(self, key: PushKey, examples: int, used: bytes, *, shared: bool, alone: bool) -> None:
-        """Have the parts of a push taken; ``settle`` before its worker goes on, unless it is alone in a commit now."""
+        """Let the others take their parts of a push; unless it is alone in its commit, ``settle`` must follow."""
         number = self._number()
         self._order([wire.Take(number, *key, examples, shared, alone, part) for part in self._bits(used)])
 
     def settle(self) -> None:
-        """Wait until all orders are carried out."""
+        """Wait until all servers have carried out all orders."""
         self._wait()
 
     def ready(self, version: int, shares: Sequence[Share] = ()) -> None:
-        """Have the gradients of a commit ready, of these shares or of all that was taken."""
+        """Let the others combine the gradients of a commit: of these shares, or of all pushes taken."""
         for key, weight in shares:
             self._order_all(wire.Choose(self._number(), *key, weight))
         self._order_all(wire.Ready(self._number(), version))
 
     def update(self, version: int) -> float:
-        """Have the commit made while we make our part of it; give the norm that gradients have together, if wanted."""
+        """Let the others make their parts of the commit; return the norm of all gradients, if it is needed."""
         norm = math.nan
         if self._clip_norm is not None:
             self._wait()
@@ -168,19 +168,19 @@ class Shards:
         return norm
 
     def decided(self) -> None:
-        """Let the others know that the last commit stays: nothing has to be kept any more to go back to."""
+        """Tell the others that the last commit counts, so that they need not keep the state before it."""
         if self._undecided:
             self._order_all(wire.Decided(self._number()))
             self._undecided = False
 
     def give(self, rank: int, version: int) -> None:
-        """Have a worker of another host sent the parameters."""
+        """Let the others send their parameters to a worker of another host."""
         self._order_all(wire.Give(self._number(), rank, version))
 
     # Checkpoints, and the end ------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Have the whole state in our own model and optimizers, until ``drop_collected``."""
+        """Copy the whole state into this process's model and optimizers, until ``drop_collected``."""
         self._order_all(wire.Tell(self._number()))
         self._wait()
         for other, part in self._parts():
@@ -190,11 +190,11 @@ class Shards:
                     parameter.data.copy_(view)
 
     def drop_collected(self) -> None:
-        """Let our own optimizers remember their own part again, and nothing else."""
+        """Remove the other servers' state from this process's optimizers."""
         drop_state(self._train_state, self.layouts)
 
     def close(self) -> None:
-        """Let the others end."""
+        """End the other servers."""
         number = self._number()
         for other in self._others:
             other.send(wire.End(number))
@@ -223,6 +223,6 @@ class Shards:
 
 
 def _gone(reason: str) -> CommError:
-    """Make the error of a server that is gone; one that was killed is no error, but then we are ended meanwhile."""
+    """The error of a lost server; if it was killed, the supervisor ends this process before the error is raised."""
     time.sleep(TIME_TO_BE_ENDED)
     return CommError(reason)

@@ -1,4 +1,4 @@
-"""Which mini-batch goes to whom: handed out by number, so that an epoch uses every one exactly once."""
+"""The mini-batches of a run, leased to workers by number, so that an epoch uses each exactly once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from paceline.errors import UsageError
 
 
 class WorkQueue:
-    """Lease mini-batches to workers, oldest first; those of cancelled steps and dead workers go out again first.
+    """Lease mini-batches to workers, the smallest number first; batches that were not used are leased again.
 
-    Batches of all epochs are one sequence of numbers, cut into epochs only when they are handed out.
+    The batches of all epochs are numbered consecutively; ``take`` returns them as epoch and number in it.
 
     >>> queue = WorkQueue()
     >>> queue.describe(num_samples=5, batch_size=2, last="short", shuffle=True)
@@ -25,14 +25,14 @@ class WorkQueue:
     """
 
     def __init__(self) -> None:
-        self._data: ShardedSampler | None = None  # of one worker: its steps are the batches
+        self._data: ShardedSampler | None = None  # for one worker, so that its steps are the batches
         self._next = 0  # the first batch that was never handed out
         self._returned: list[int] = []  # a heap
         self._leases: dict[int, list[int]] = {}  # worker -> the batches of its step
-        self._pushed: dict[tuple[int, int], list[int]] = {}  # by worker and step: used by pushes that wait for a commit
+        self._pushed: dict[tuple[int, int], list[int]] = {}  # (worker, step) -> batches of a push not committed yet
 
     def describe(self, num_samples: int, batch_size: int, last: Last, shuffle: bool) -> None:
-        """Say what the batches are made of; the first to say it decides, and the others must say the same."""
+        """Describe the data; all later descriptions must equal the first."""
         data = ShardedSampler(num_samples, batch_size, last=last, shuffle=shuffle)
         if self._data is None:
             self._data = data
@@ -43,9 +43,9 @@ class WorkQueue:
             )
 
     def take(self, worker: int, epochs: int) -> tuple[int, int] | None:
-        """Lease to the worker a batch of the epochs below ``epochs``, as its epoch and number; None if none is left.
+        """Lease to the worker a batch of the epochs below ``epochs``, as its epoch and number; None if none is free.
 
-        What others have leased may still come back: only ``finished`` tells that nothing will.
+        Leased batches may still be given back; ``finished`` says whether all are used.
         """
         per_epoch = self._batches_per_epoch()
         first = self._returned[0] if self._returned else self._next
@@ -59,35 +59,35 @@ class WorkQueue:
         return divmod(first, per_epoch)
 
     def has(self, epochs: int) -> bool:
-        """Tell whether ``take`` would give a batch now."""
+        """Whether ``take`` would return a batch now."""
         first = self._returned[0] if self._returned else self._next
         return first < epochs * self._batches_per_epoch()
 
     @property
     def described(self) -> bool:
-        """Whether anybody has said what the batches are made of."""
+        """Whether the data was described."""
         return self._data is not None
 
     def use(self, worker: int) -> None:
-        """The batches leased to the worker are used, and nothing will come of them."""
+        """Count the worker's leased batches as used, without a push."""
         self._leases.pop(worker, None)
 
     def push(self, worker: int, step: int) -> None:
-        """The batches leased to the worker are used: its push was accepted, and waits for a commit."""
+        """Count the worker's leased batches as used by its accepted push, which waits for its commit."""
         self._pushed[worker, step] = self._leases.pop(worker, [])
 
     def commit(self, pushes: Iterable[tuple[int, int]]) -> None:
-        """The pushes of these workers and steps are in the parameters now."""
+        """Record that the pushes of these workers and steps are committed."""
         for push in pushes:
             del self._pushed[push]
 
     def give_back(self, worker: int) -> None:
-        """The batches leased to the worker were not used: its step was cancelled, or it is gone."""
+        """Take back the worker's leased batches: its step was cancelled, or it has left."""
         for batch in self._leases.pop(worker, ()):
             heapq.heappush(self._returned, batch)
 
     def finished(self, epochs: int) -> bool:
-        """Tell whether all batches of the epochs below ``epochs`` are used."""
+        """Whether all batches of the epochs below ``epochs`` are used."""
         return epochs <= 0 or (self._data is not None and self._first_unused() >= epochs * self._batches_per_epoch())
 
     @property
@@ -96,7 +96,7 @@ class WorkQueue:
         return 0 if self._data is None else self._first_unused() // self._batches_per_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Take what is left as JSON values; batches leased, or pushed and not committed, count as not used."""
+        """The state as JSON values; batches that are leased, or pushed and not committed, count as unused."""
         data = self._data
         return {
             "data": data and [data.num_samples, data.batch_size, data.last, data.shuffle],
@@ -105,7 +105,7 @@ class WorkQueue:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` has told; whatever is leased now is forgotten."""
+        """Load the result of ``state_dict``; present leases are forgotten."""
         if saved["data"] is not None:
             self.describe(*saved["data"])
         self._next = saved["next"]
@@ -121,7 +121,7 @@ class WorkQueue:
         return min(self._unused(), default=self._next)
 
     def _unused(self) -> list[int]:
-        """The batches that were handed out and are not used."""
+        """The batches that were given back or are leased."""
         return [*self._returned, *(batch for leases in self._leases.values() for batch in leases)]
 
 

@@ -1,4 +1,4 @@
-"""What ``join()`` refuses, before anybody is waited for."""
+"""The checks of ``join()``, made before it waits for other processes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def as_weight(where: str, examples: Any) -> float:
 
 
 def as_tuple(what: str, given: Any, kind: type) -> tuple[Any, ...]:
-    """Take one thing of a kind, or several, as several."""
+    """One object of a kind, or several of them, as a tuple."""
     if isinstance(given, kind):
         return (given,)
     if isinstance(given, Iterable):
@@ -102,7 +102,7 @@ def as_tuple(what: str, given: Any, kind: type) -> tuple[Any, ...]:
 
 
 def check_train_state(train_state: TrainState) -> None:
-    """Raise if these things cannot be trained together."""
+    """Raise if these objects cannot be trained together."""
     if not isinstance(train_state.model, nn.Module):
         raise UsageError(f"model must be a torch module, got {type(train_state.model).__name__}")
     inside = {id(parameter) for parameter in train_state.model.parameters()}
@@ -129,7 +129,7 @@ def check_train_state(train_state: TrainState) -> None:
 
 
 def check_role(policy: Policy, assignment: ServerAssignment | None) -> None:
-    """Raise if a process that was started to be a server, or the worker of one elsewhere, would train by itself."""
+    """Raise if a process that was started as a server, or as the worker of a server, would train without one."""
     if assignment is None or isinstance(policy, ServerPolicy):
         return
     if assignment.role == "server":

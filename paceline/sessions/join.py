@@ -1,4 +1,4 @@
-"""The front door: ``join()`` gives a ``Session``, or makes this process the server."""
+"""``join()``: it returns a ``Session``, or makes this process the server."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ _JOINERS: dict[type[Policy], Callable[[JoinRequest], Session]] = {
 
 
 def _joiner_of(policy: Policy) -> Callable[[JoinRequest], Session]:
-    """How to join under a policy of this family."""
+    """The function that joins under a policy of this family."""
     for family, joiner in _JOINERS.items():
         if isinstance(policy, family):
             return joiner

@@ -1,4 +1,4 @@
-"""What becomes of a loss that is NaN or infinite: the run stops, or all workers skip the step, or nothing."""
+"""The treatment of a loss that is NaN or infinite: stop the run, skip the step on all workers, or ignore it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OnNaN = Literal["stop", "skip", "ignore"]
 
 @dataclass(frozen=True)
 class Where:
-    """Who found a bad loss, when, and what there is to go back to."""
+    """Which worker found a bad loss, at which step, and the last checkpoint."""
 
     rank: int
     world_size: int
@@ -34,14 +34,14 @@ class Where:
 
 
 class SkipUpdate(Exception):
-    """Raised inside an optimizer that evaluates the loss itself, to give its update up."""
+    """Raised inside an optimizer that evaluates the loss itself, to abandon its update."""
 
 
 @dataclass
 class NaNGuard:
     """Keep losses that are not finite out of the parameters, and such parameters out of checkpoints.
 
-    ``locate`` says where we are; it looks for checkpoints, so it is asked only when something is wrong.
+    ``locate`` is called only for an error message, since it looks for checkpoints.
     """
 
     on_nan: OnNaN
@@ -77,19 +77,19 @@ class NaNGuard:
             raise self._error(loss, "the update that was under way was given up")
 
     def remember_buffers(self, model: nn.Module, *, always: bool = False) -> None:
-        """Keep the buffers as they are now, if steps may be skipped: forward passes change them (BatchNorm)."""
+        """Copy the buffers, if steps may be skipped: forward passes change them (BatchNorm)."""
         if always or self.on_nan == "skip":
             self._buffers = [buffer.detach().clone() for buffer in model.buffers()]
 
     def restore_buffers(self, model: nn.Module) -> None:
-        """Undo what a skipped update's forward passes did to the buffers."""
+        """Undo the changes of a skipped update's forward passes to the buffers."""
         if self._buffers:
             with torch.no_grad():
                 for buffer, before in zip(model.buffers(), self._buffers, strict=True):
                     buffer.copy_(before)
 
     def check_parameters(self, model: nn.Module) -> None:
-        """Refuse to save parameters that are not finite, however they became so."""
+        """Refuse to save parameters that are not finite."""
         if self.on_nan == "ignore":
             return
         for name, parameter in model.named_parameters():

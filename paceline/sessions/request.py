@@ -1,4 +1,4 @@
-"""What ``join()`` was given, as one value."""
+"""The arguments of ``join()`` as one value."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline.train_state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class JoinRequest:
-    """The checked arguments of ``join()``, and the place that the launcher has given to this process."""
+    """The checked arguments of ``join()``, and the role that the launcher has given to this process."""
 
     train_state: TrainState
-    model: nn.Module  # that the user calls: a compiled one wraps that of the train state
+    model: nn.Module  # the module that the user calls; a compiled one wraps that of the train state
     policy: Policy
-    assignment: ServerAssignment | None  # None where no launcher of ours started the process
+    assignment: ServerAssignment | None  # None if the process was not started by Paceline
     group: Any
     seed: int | None
     run: Path | None

@@ -1,4 +1,4 @@
-"""A run's state on disk: found, checked, loaded and written by the peers' session and by the server alike."""
+"""A run's state on disk: how the peers' session and the server find, check, load and write it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Position(NamedTuple):
 
 
 class RunState:
-    """Keep a run's state: resume it from a checkpoint, write new ones, say in ``config.json`` what it is.
+    """Keep a run's state: resume it from a checkpoint, write checkpoints, describe the run in ``config.json``.
 
-    Worker 0 has the ``run`` and reads and writes for all; ``exchange`` is how the others get and give their parts.
+    Worker 0 has the ``run``, and reads and writes for all; ``exchange`` passes the others' parts.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class RunState:
         self._metrics_bytes = 0  # how much of the metrics is of this run
         self._closed = False
 
-    # Beginning --------------------------------------------------------------------------------------------
+    # Loading ----------------------------------------------------------------------------------------------
 
     def resume(self, path: Path | None, resume: bool | str | Path) -> Position | None:
-        """Load what is to be resumed (worker 0 reads, the others get it from there); None if there is nothing.
+        """Load the checkpoint to resume from, which worker 0 reads for all; None if there is none.
 
-        ``path`` is the run's directory, which all workers are told and worker 0 has opened.
+        ``path`` is the run's directory; all workers know it, and worker 0 has opened it.
         """
         if resume is True and path is None:
             raise UsageError("resume=True needs a run directory: join(..., run='runs/mine', resume=True)")
@@ -100,7 +100,7 @@ class RunState:
                 self._run.checkpoints.drop_after(file)
             return found
         assert self._run is not None, "worker 0 has the run"
-        refused: dict[str, list[Path]] = {}  # by the reason
+        refused: dict[str, list[Path]] = {}  # reason -> files
         for candidate, state in self._run.checkpoints.newest():
             try:
                 if isinstance(state, CheckpointError):
@@ -140,7 +140,7 @@ class RunState:
         return state
 
     def load(self, state: Mapping[str, Any]) -> Position:
-        """Have the state that a checkpoint holds."""
+        """Load the state of a checkpoint."""
         self._load_replica(state)
         return self._load_position(state)
 
@@ -253,10 +253,10 @@ class RunState:
             "streams": capture_streams(),
         }
 
-    # What is told of it -----------------------------------------------------------------------------------
+    # Description ------------------------------------------------------------------------------------------
 
     def describe(self, seed: int) -> dict[str, Any]:
-        """What the run is, for its configuration and its trace."""
+        """A description of the run, for its configuration and its trace."""
         return {
             "paceline": __version__,
             "torch": torch.__version__,
@@ -271,18 +271,18 @@ class RunState:
         }
 
     def rate(self) -> float:
-        """The learning rate, as the metrics tell it."""
+        """The learning rate, for the metrics."""
         return float(as_number(self._train_state.optimizers[0].param_groups[0]["lr"]))
 
 
 def open_run(path: Path, resume: bool | str | Path, keep: int) -> Run:
-    """Open the run's directory; one that holds a run already only to go on with it, not from another's checkpoint."""
+    """Open the run's directory; if it holds a run, only to resume that run, not another's checkpoint."""
     run_checkpoints = path / "checkpoints"
     goes_on = resume if isinstance(resume, bool) else Path(resume).absolute().parent == run_checkpoints.absolute()
     return Run(path, resume=goes_on, keep=keep)
 
 
 def last_checkpoint(run: Run | None) -> Path | None:
-    """The file to go back to, if there is one."""
+    """The newest checkpoint, if there is one."""
     files = run.checkpoints.files() if run is not None else []
     return files[-1] if files else None

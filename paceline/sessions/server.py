@@ -1,4 +1,4 @@
-"""The server's role: ``join()`` serves the script's own model and optimizer, and ends the script with the run."""
+"""The server's process: ``join()`` serves the script's own model and optimizer, and ends the script with the run."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from paceline.transport.listening import Listener
 
 logger = logging.getLogger("paceline")
 
-_TIME_TO_COME = 60.0  # seconds that workers of other hosts have after the others are done
+_TIME_TO_COME = 60.0  # seconds for workers of other hosts to come, after the others have ended
 
 
 class ServerProgress(Alone):
-    """What the server keeps in place of an exchange: which batches are used, and where its trace is."""
+    """What the server saves in place of an exchange's state: the used batches, and the end of its trace."""
 
     def __init__(self, workers: int) -> None:
         self.rank, self.world_size = 0, workers
         self.queue = WorkQueue()
-        self.traced: TracePosition | None = None  # how far the trace was when last saved
+        self.traced: TracePosition | None = None  # the end of the trace at the last save
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.queue.state_dict(), "traced": list(self.traced or ())}
@@ -59,7 +59,7 @@ class ServerProgress(Alone):
 
 
 class ServerRun:
-    """The server's process: it has the run's directory and state, and serves; its ``steps`` are commits."""
+    """The server's process: it owns the run's directory and state, and serves; its ``steps`` are commits."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ServerRun:
         self.policy, self.run, self.world_size = policy, run, workers
         self.seed = torch.initial_seed() if seed is None else seed
         self.steps = 0
-        self._blocks = 0  # of a run that had no server before
+        self._blocks = 0  # of a resumed run that had no server
         self._train_state = train_state
         self._progress = ServerProgress(workers)
         self._data = BatchStream()
@@ -91,12 +91,12 @@ class ServerRun:
         )
         self._save_every, self._log_every = save_every, log_every
         self._trace: TraceWriter | None = None
-        self._found: Mapping[str, Any] | None = None  # left behind by a server that was killed
+        self._found: Mapping[str, Any] | None = None  # the note of a killed server
         self._shards: Shards | None = None  # the other servers, if there are several
         self._closed = False
 
     def start(self, path: Path | None, resume: bool | str | Path, config: Mapping[str, Any]) -> None:
-        """Load what is to be resumed, and open the run."""
+        """Load the checkpoint to resume from, and open the run."""
         found = self._run_state.resume(path, resume)
         if found is not None:
             self.stand_at(found)
@@ -107,7 +107,7 @@ class ServerRun:
         self.steps, self._blocks, self.seed = position[:3]
 
     def take_over(self, found: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Begin in the place of a server that was killed, with what it has left in the shared memory."""
+        """Replace a killed server, from the state that is in the shared memory."""
         self._found = found
         self._progress.queue.load_state_dict(found["queue"])
         self._progress.traced = TracePosition(*found["traced"]) if found["traced"] else None
@@ -119,7 +119,7 @@ class ServerRun:
         logger.warning("the server is back at version %d; %d pushes are lost", self.steps, found["taken"])
 
     def serve(self, assignment: ServerAssignment) -> int:
-        """Serve until the workers have left or a signal comes; gives the exit code of the process."""
+        """Serve until the workers have left or a signal comes; return the exit code of the process."""
         caught: list[int] = []
         listener = Listener(bytes.fromhex(assignment.token), trusted=assignment.trusted)
         with _caught_signals(caught), self:
@@ -151,7 +151,7 @@ class ServerRun:
                     shards=self._shards,
                 )
                 if self._found is not None:
-                    self._note_hash()  # a replay then tells whether what was found is what was lost
+                    self._note_hash()  # for a replay to compare what was found with what was lost
                 _listen(listener, assignment)
                 gone: set[int] = set()
 
@@ -211,7 +211,7 @@ class ServerRun:
 
     @contextlib.contextmanager
     def _whole_state(self) -> Iterator[None]:
-        """Have here what the other servers have of the state, inside the block."""
+        """Collect the other servers' state in this process, inside the block."""
         if self._shards is None:
             yield
             return
@@ -239,7 +239,7 @@ class ServerRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            report_failure(error)  # before anything that takes time: the workers will soon fail because of it
+            report_failure(error)  # at once: the workers will soon fail because of it
         try:
             if kind is None and self.run is not None and self._run_state.saved_at != self.steps:
                 self.save()
@@ -249,7 +249,7 @@ class ServerRun:
     def _where(self) -> Where:
         return Where(0, self.world_size, self.steps, last_checkpoint(self.run))
 
-    # What the server asks of its host ---------------------------------------------------------------------
+    # Calls of the live server -----------------------------------------------------------------------------
 
     def rate(self) -> float:
         return self._run_state.rate()
@@ -263,7 +263,7 @@ class ServerRun:
             self.save()
 
     def write_down(self) -> None:
-        """Have the commits that were told of in the metrics: a server may be killed."""
+        """Flush the metrics, since a server may be killed."""
         if self.run is not None and self.run.metrics is not None:
             self.run.metrics.flush()
 
@@ -276,7 +276,7 @@ class ServerRun:
 
 
 def host(request: JoinRequest, assignment: ServerAssignment) -> int:
-    """Be the server, one of several, or that of a replay, until the run ends; gives the exit code of the process."""
+    """Run the server, one of several, or that of a replay, until the run ends; return the exit code of the process."""
     if assignment.shard:
         return serve_shard(request.train_state, assignment)
     if assignment.replay is not None:
@@ -285,10 +285,10 @@ def host(request: JoinRequest, assignment: ServerAssignment) -> int:
 
 
 def _open(request: JoinRequest, assignment: ServerAssignment) -> ServerRun:
-    """Begin a run, or go on with it: from a checkpoint, or from what a server that was killed has left in memory."""
+    """Begin a run, or continue it from a checkpoint or from the memory of a killed server."""
     assert isinstance(request.policy, ServerPolicy)
     found = read_note(assignment.memory_fd) if assignment.memory_fd is not None else None
-    again = assignment.incarnation > 0  # one before was killed; what is in the directory is this run's
+    again = assignment.incarnation > 0  # a server before was killed, so the directory is this run's
     opened = open_run(request.run, request.resume or again, request.keep) if request.run is not None else None
     try:
         run = ServerRun(
@@ -321,7 +321,7 @@ def _listen(listener: Listener, assignment: ServerAssignment) -> None:
 
 @contextlib.contextmanager
 def _caught_signals(caught: list[int]) -> Iterator[None]:
-    """Collect the signals that ask us to stop: the server ends between two messages, and saves."""
+    """Collect the signals that request a stop: the server ends between two messages, and saves."""
     before = {
         number: signal.signal(number, lambda number, _: caught.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)

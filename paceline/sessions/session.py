@@ -1,4 +1,4 @@
-"""What ``join()`` gives: a ``Session``, whose ``step()`` is the one line that a training loop gains."""
+"""The ``Session`` that ``join()`` returns; a training loop needs its ``step()``."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from paceline.train_state import TrainState
 
 logger = logging.getLogger("paceline")
 
-_EVENT_NAMES = frozenset({"event", "time", "worker", "step", "epoch"})  # in every line of metrics
-_STEP_NAMES = frozenset({"lr", "examples", "seconds", "skipped", "workers_waited", "bytes"})  # in every step's
+_EVENT_NAMES = frozenset({"event", "time", "worker", "step", "epoch"})  # fields of every line of metrics
+_STEP_NAMES = frozenset({"lr", "examples", "seconds", "skipped", "workers_waited", "bytes"})  # of every step's line
 
 
 class Step:
@@ -49,15 +49,15 @@ class Step:
         self._session = session
         self.accumulate = accumulate
         self.examples = examples
-        self.closure: Callable[[], Tensor] | None = None  # set by minimize(): where the gradients come from
+        self.closure: Callable[[], Tensor] | None = None  # set by minimize(); it computes the gradients
         self.recorded: dict[str, Any] = {}
         self.skipped = False  # its loss was not finite, and the session was told to skip such steps
         self.cancelled = False  # the others went on without it, or one of them died: nothing came of it
 
     def record(self, **values: Any) -> None:
-        """Put ``values`` in this step's line of the metrics; a ``loss`` among them is also checked for NaN.
+        """Put ``values`` into this step's line of the metrics; a ``loss`` among them is also checked for NaN.
 
-        A loss recorded before ``backward()`` is averaged over all workers on the way, at no cost.
+        A loss that is recorded before ``backward()`` is averaged over all workers with the gradients, at no cost.
         """
         _refuse_names(values, _EVENT_NAMES | _STEP_NAMES)
         self.recorded.update(
@@ -65,7 +65,7 @@ class Step:
         )
 
     def loss(self) -> float | None:
-        """The loss as recorded so far."""
+        """The recorded loss."""
         return float(self.recorded["loss"]) if "loss" in self.recorded else None
 
     def __enter__(self) -> Self:
@@ -86,7 +86,7 @@ class Session(ABC):
     do together: when a worker dies or joins. ``generation`` grows with each such change.
     """
 
-    in_step = True  # between steps all workers have made the same updates, and have the same parameters
+    in_step = True  # whether all workers have the same parameters between steps
 
     def __init__(
         self,
@@ -111,9 +111,9 @@ class Session(ABC):
         self._current: Step | None = None
         self._accumulating = False
         self._blocks = 0  # step blocks entered, accumulating ones too
-        self._examples = 0  # of this worker in the update under way
-        self._bad_loss: float | None = None  # found in an accumulating block of the update under way
-        self._opened = False  # a step, in this process
+        self._examples = 0  # of this worker in the present update
+        self._bad_loss: float | None = None  # of an accumulating block of the present update
+        self._opened = False  # whether this process has opened a step
         self._failed = False  # the session's block was left by an exception
         self._closed = False
         self._hooks = [optimizer.register_step_pre_hook(self._foresee_twice) for optimizer in train_state.optimizers]
@@ -122,12 +122,12 @@ class Session(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0."""
+        """The present epoch, from 0."""
         return self._data.epoch
 
     @property
     def consumed(self) -> int:
-        """How much of the epoch under way is used: samples of all workers together, or batches of a loader."""
+        """The used part of the present epoch: samples of all workers together, or batches of a loader."""
         return self._data.consumed
 
     def step(self, *, accumulate: bool = False, examples: int | None = None) -> Step:
@@ -135,7 +135,7 @@ class Session(ABC):
 
         Gradients are cleared on entry, and on leaving the optimizer and scheduler step. With
         ``accumulate=True`` the gradients stay and are added to those of the next block instead.
-        ``examples`` tells how many there are in the batch, where it does not come from ``session.batches``.
+        ``examples`` is the size of the batch, if the batch does not come from ``session.batches``.
         """
         return Step(self, accumulate, examples)
 
@@ -143,25 +143,25 @@ class Session(ABC):
     def minimize(self, closure: Callable[[], Tensor], *, examples: int | None = None) -> Tensor:
         """Make one update with an optimizer that evaluates the loss as often as it likes, such as LBFGS.
 
-        ``closure`` computes the loss, calls ``backward()`` on it and returns it. Gives the first loss.
+        ``closure`` computes the loss, calls ``backward()`` on it and returns it. Returns the first loss.
         """
 
     @abstractmethod
     def refresh(self) -> None:
-        """Have the newest parameters in the model, for an evaluation: under a server policy those of the server's.
+        """Load the newest parameters into the model, for an evaluation; under a server policy those of the server.
 
-        Where workers are in step with each other, all have them after every step.
+        Under other policies it does nothing: the model has them after every step.
         """
 
     @abstractmethod
     def averaged(self) -> contextlib.AbstractContextManager[object]:
-        """Have the average of all workers' parameters in the model inside the block, as for an evaluation.
+        """Put the average of all workers' parameters into the model inside the block, for an evaluation.
 
-        Under a policy that lets them differ all workers must enter it; under the others the model is as it is.
+        Under a policy that lets parameters differ, all workers must enter the block; under others nothing changes.
         """
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Go through the epochs up to ``count`` that are not done yet, for loops that do something after each."""
+        """Iterate over the epochs up to ``count`` that are not done yet, for loops that do something after each."""
         check_whole("the number of epochs", count, least=0)
         return self._data.epochs(count)
 
@@ -175,18 +175,18 @@ class Session(ABC):
         last: Last = "short",
         **loader_options: Any,
     ) -> Iterator[Any]:
-        """Give this worker's batches, from wherever the session stands.
+        """Iterate over this worker's batches, from the present position.
 
-        From a map-style data set with a ``batch_size`` (per worker): sharded over the workers, shuffled anew each
-        epoch, every sample exactly once; ``last`` says what becomes of an incomplete last batch, and
-        ``loader_options`` (``num_workers``, ``collate_fn``, ...) go to a ``DataLoader``. From a loader or any
-        iterable of batches: as it gives them. With ``epochs`` all epochs up to that one are gone through, without
-        it only what is left of the present one (for use inside ``session.epochs``).
+        A map-style data set with a ``batch_size`` (per worker) is sharded over the workers and shuffled in each epoch;
+        every sample is used exactly once. ``last`` says what to do with an incomplete last batch, and
+        ``loader_options`` (``num_workers``, ``collate_fn``, ...) go to a ``DataLoader``. The batches of a loader or any
+        other iterable are used as they come. With ``epochs`` the iteration covers all epochs up to that one, without it
+        the rest of the present epoch (for use inside ``session.epochs``).
 
-        Under a server policy the server hands out the batches of a data set, those of cancelled steps and of workers
-        that have died again. The last batches of the last epoch asked for are waited for; then the model has the
-        newest parameters. A loader or iterable that is no plain data set is gone through by each worker for itself, and
-        a batch whose step was cancelled comes again. What has been accumulated when the batches end is pushed.
+        Under a server policy the server hands out the batches of a data set, and hands out again those of cancelled
+        steps and of workers that have died. The iteration ends when all batches of the last epoch are committed; then
+        the model has the newest parameters. Every worker iterates over a loader or iterable that is no plain data set
+        by itself; a batch whose step was cancelled comes again. Gradients accumulated at the end are pushed.
         """
         if epochs is not None:
             check_whole("epochs", epochs, least=0)
@@ -196,12 +196,12 @@ class Session(ABC):
 
     @abstractmethod
     def _batches(self, source: Any, epochs: int | None, **options: Any) -> Iterator[Any]:
-        """Give the batches; the options are those of ``feed.resolve``."""
+        """Iterate over the batches; the options are those of ``feed.resolve``."""
 
     def mean(self, value: Tensor | float, *, examples: float | None = None) -> Tensor:
         """Average a number or tensor over all workers, weighted by ``examples`` if given.
 
-        All must call it; under a server policy equally often in an epoch.
+        All workers must call it, under a server policy equally often in an epoch.
         """
         where = f"step {self.steps}"
         return self._mean(as_tensor(where, value), as_weight(where, examples))
@@ -210,7 +210,7 @@ class Session(ABC):
     def _mean(self, value: Tensor, weight: float) -> Tensor:
         """Average a tensor over all workers by their weights."""
 
-    # Saving and telling -----------------------------------------------------------------------------------
+    # Checkpoints and metrics ------------------------------------------------------------------------------
 
     @abstractmethod
     def save(self, path: str | Path | None = None) -> Path | None:
@@ -222,23 +222,23 @@ class Session(ABC):
         """
 
     def record(self, event: str, /, **values: Any) -> None:
-        """Add a line to the run's metrics, for what belongs to no single step (an evaluation, say)."""
+        """Add a line to the run's metrics that belongs to no single step, such as an evaluation."""
         _refuse_names(values, _EVENT_NAMES)
         self._write(event, **values)
 
     @abstractmethod
     def _write(self, event: str, /, **values: Any) -> None:
-        """Have a line in the run's metrics."""
+        """Write a line to the run's metrics."""
 
     @abstractmethod
     def stop_when(self, asked: Callable[[], bool]) -> None:
-        """End the run after the first update at whose end ``asked`` is true on any worker.
+        """End the run after the first update at the end of which ``asked()`` is true on any worker.
 
         A checkpoint is written if the session has a ``run``; then the step raises ``KeyboardInterrupt`` on all workers.
-        Under a server policy nothing is asked: there a signal ends the server, which saves.
+        Under a server policy ``asked`` is not called: a signal ends the server, which saves.
         """
 
-    # Coming and going -------------------------------------------------------------------------------------
+    # The end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release the run's directory, the model and the other workers; leaving the ``with`` block does it."""
@@ -257,11 +257,11 @@ class Session(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Let go of what this kind of session has."""
+        """Release the resources of this kind of session."""
 
     @abstractmethod
     def _end_well(self) -> None:
-        """Do what is left to do when the session's block ends without an exception."""
+        """Finish a session whose block ends without an exception."""
 
     def __enter__(self) -> Self:
         return self
@@ -271,10 +271,10 @@ class Session(ABC):
     ) -> None:
         self._failed = kind is not None
         if isinstance(error, Exception):
-            report_failure(error)  # before anything that takes time: neighbours will soon fail because of it
+            report_failure(error)  # at once: other workers will soon fail because of it
         try:
-            # Only what ended well: after an exception the step under way has moved streams, buffers and data already,
-            # and the checkpoint before it is the one from which a resumed run is exact.
+            # Only without an exception: the failed step has already changed random streams, buffers and data position,
+            # and only the checkpoint before it resumes exactly.
             if not self._failed:
                 self._end_well()
         except BaseException:
@@ -299,25 +299,25 @@ class Session(ABC):
         """End a block; True if its exception was our own and goes no further."""
 
     def _check_not_inside(self) -> None:
-        """A step is being opened: raise if one is open."""
+        """Raise if a step is open already."""
         self._opened = True
         if self._current is not None:
             raise UsageError(f"step {self.steps}: a step was opened inside another; leave the first block before")
 
     def _begin_update(self, *, keep_buffers: bool) -> None:
-        """A block is the first of its update: forget what was before."""
+        """Begin an update with its first block."""
         self._train_state.clear_gradients()
         self._examples, self._bad_loss = 0, None
         self._nan_guard.remember_buffers(self._train_state.model, always=keep_buffers)
 
     def _enter(self, step: Step, *, fresh: bool) -> None:
-        """From now on the user computes; ``fresh`` if the block is the first of its update."""
+        """Enter the block, before the user's code; ``fresh`` if it is the first of its update."""
         self._current = step
         if self._clock is not None:
             self._clock.start(fresh=fresh)
 
     def _count_examples(self, step: Step) -> tuple[int, int | None]:
-        """The examples of this block, here and of all workers; the latter is None where nobody knows it."""
+        """The examples of this block on this worker and on all workers; the latter is None if unknown."""
         batch, total = self._data.batch, None
         if step.examples is None and batch is not None and batch.examples is not None:
             step.examples, total = batch.examples, batch.total
@@ -333,18 +333,18 @@ class Session(ABC):
         return own, total
 
     def _loss_of(self, step: Step) -> float | None:
-        """The update's loss: that of its last block, unless one before it was bad; none of borrowed data."""
+        """The update's loss: that of its last block, or a bad one before it; None for borrowed data."""
         if self._bad_loss is not None:
             return self._bad_loss
         return step.loss() if step.examples != 0 else None
 
     def _remember_bad_loss(self, step: Step) -> None:
-        """An accumulating block is over: keep its loss, or one before it, if it is not finite."""
+        """Keep the loss of an accumulating block, or an earlier one, if it is not finite."""
         loss = self._loss_of(step)
         self._bad_loss = loss if loss is not None and not math.isfinite(loss) else None
 
     def _foresee_twice(self, *_: object) -> None:
-        """Tell once of an update that the script makes inside a block, at whose end the session makes it."""
+        """Warn once if the script itself updates inside a block: the session updates again at its end."""
         if self._current is not None:
             self._remove_hooks()
             if self.rank == 0:

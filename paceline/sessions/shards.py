@@ -1,4 +1,4 @@
-"""Several servers: the first brings the others up, each of which holds a part of the model until the run ends."""
+"""Several servers: the first starts the others, each of which holds a part of the model until the run ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.transport.listening import Listener
 def open_shards(
     train_state: TrainState, assignment: ServerAssignment, *, workers: int, version: int, rule: CommitRule, found: bool
 ) -> Shards | None:
-    """Bring up the other servers of the run, if it has any; ``found``: with what the ones before have left behind."""
+    """Start the other servers of the run, if it has any; ``found``: from the memory of killed ones."""
     if not assignment.shard_fds:
         return None
     return Shards(
@@ -32,10 +32,10 @@ def open_shards(
 
 
 def serve_shard(train_state: TrainState, assignment: ServerAssignment) -> int:
-    """Be a server beside the first: hold a part until that ends; gives the exit code of the process."""
+    """Run one of the other servers until the first ends; return the exit code of the process."""
     caught: list[int] = []
     listener = Listener(bytes.fromhex(assignment.token), trusted=assignment.trusted)
-    # Signals come to all processes of a run; the first server saves then, for which it needs the others.
+    # A signal goes to all processes of a run. The first server then saves, and needs the others for it.
     with answered(lambda number, _: caught.append(number), signal.SIGINT, signal.SIGTERM):
         try:
             listener.bind(assignment.shard_address(assignment.shard))

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: forward, backward, exposed communication, waiting, optimizer."""
+"""The times of a step: forward, backward, exposed communication, waiting, optimizer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paceline.peers.reducer import Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of one update on this worker, as its host saw them (a GPU may still be at work).
+    """Seconds of one update on this worker, measured on its host (a GPU may still be computing).
 
-    ``communication`` is what backward did not hide, without ``waited``, the part in which slower workers were still
-    computing.
+    ``waited`` is the time in which slower workers were still computing. ``communication`` is the rest of the exchange
+    that was not hidden by backward.
     """
 
     forward: float = 0.0
@@ -31,10 +31,10 @@ class Timing:
 
 
 class StepClock:
-    """Take the times of one step: ``start``, then the model's forward pass, ``computed``, ``updated``.
+    """Measure one step: call ``start``, run the model, then call ``computed`` and ``updated``.
 
-    ``model`` is the module that the user calls. One that was compiled in place (``model.compile()``) would compile the
-    hook too; its forward pass is counted as backward.
+    ``model`` is the module that the user calls; a hook on it marks the end of the forward pass. If it was compiled in
+    place (``model.compile()``), it gets no hook, since it would compile that too; its forward counts as backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class StepClock:
         self._forward = self._backward = 0.0
 
     def close(self) -> None:
-        """Take the hook off the model."""
+        """Remove the hook from the model."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -58,14 +58,14 @@ class StepClock:
             self._forward_end = time.perf_counter()
 
     def computed(self, outcome: Outcome | None) -> None:
-        """The block's backward is over, and its exchange if there was one."""
+        """Mark the end of the block's backward pass and of its exchange, if there was one."""
         self._done = time.perf_counter()
         ended = outcome.backward_ended if outcome is not None else self._done
         self._forward += self._forward_end - self._mark
         self._backward += max(0.0, ended - self._forward_end)
 
     def updated(self, outcome: Outcome | None, rank: int) -> Timing:
-        """The optimizer has stepped."""
+        """Mark the end of the optimizer's step, and return all times."""
         exposed = outcome.exposed_seconds if outcome is not None else 0.0
         waited = min(exposed, outcome.waited_seconds[rank]) if outcome is not None else 0.0
         return Timing(

@@ -1,4 +1,4 @@
-"""A worker's session under a server policy: steps are handed out by the server, and their gradients pushed to it."""
+"""A worker's session under a server policy: the server hands out steps, and the worker pushes their gradients."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ logger = logging.getLogger("paceline")
 
 
 class _Phase(Enum):
-    """What there is between this worker and the server."""
+    """What this worker expects of the server."""
 
     NOTHING_ASKED = auto()
-    STEP_COMES = auto()  # one was asked for, or a step's result pushed, skipped or cancelled: the server answers by one
-    STEP_HELD = auto()  # one was handed out and is not done
+    STEP_COMES = auto()  # after a request, a push, a skip or a cancel: the server will send one
+    STEP_HELD = auto()  # the server has sent one, which is not done yet
 
 
 class WorkerSession(Session):
     """One worker's part in a run with a server; made by ``join()``.
 
-    ``steps`` is the version of the parameters: the number of commits that they have seen. A step may be cancelled,
-    which ends its block early and leaves no trace; ``step.cancelled`` tells.
+    ``steps`` is the version of the parameters, the number of commits in them. A cancelled step ends its block early and
+    changes nothing; ``step.cancelled`` is true then.
     """
 
     in_step = False
     _clock: StepClock
-    _go: Go  # the step that was handed out last; meant in the phase STEP_HELD alone
+    _go: Go  # the last step received; valid in the phase STEP_HELD only
 
     def __init__(
         self,
@@ -111,12 +111,12 @@ class WorkerSession(Session):
         )
         self._check_same(sampler)
         batches = NumberedBatches(found.dataset, sampler, found.options.get("collate_fn"))
-        checksum = self._checksum(batches) if self.rank == 0 else 0  # one is enough
+        checksum = self._checksum(batches) if self.rank == 0 else 0  # one worker's is enough
         self._client.describe(sampler.num_samples, sampler.batch_size, sampler.last, sampler.shuffle, checksum)
         return self._handed_out(batches, end)
 
     def _check_same(self, sampler: ShardedSampler) -> None:
-        """Raise if these are batches of other data than the server hands out."""
+        """Raise if the batches are of other data than those of the server."""
         self._sampler = self._sampler or sampler
         if sampler != self._sampler:
             raise UsageError(
@@ -127,7 +127,7 @@ class WorkerSession(Session):
             )
 
     def _tell_of_options(self, options: Mapping[str, Any]) -> None:
-        """Say once which options of a loader have no effect."""
+        """Warn once about options of a loader that have no effect."""
         idle = [f"{name}={value}" for name, value in sorted(options.items()) if value and name != "collate_fn"]
         if idle and self.rank == 0 and not self._told_of_options:
             self._told_of_options = True
@@ -141,7 +141,7 @@ class WorkerSession(Session):
             )
 
     def _checksum(self, batches: NumberedBatches) -> int:
-        """A checksum of the first batch, made once, by which a replay sees that it has the same data."""
+        """The checksum of the first batch, computed once, for a replay to compare its data."""
         if self._data_checksum is None:
             self._data_checksum = checksum_of(batches.fetch(0, 0))
         return self._data_checksum
@@ -157,7 +157,7 @@ class WorkerSession(Session):
                 yield data
         finally:
             self._demand = OWN_DATA
-            if self._data.batch is not None:  # broken off between a batch and its step: the server gets it back
+            if self._data.batch is not None:  # no step was made of it: the server takes it back
                 self._data.batch, self._phase = None, _Phase.NOTHING_ASKED
                 self._undo_local_steps()
         self._begin_epoch(end)
@@ -180,7 +180,7 @@ class WorkerSession(Session):
         return (self._go.epoch, self._go.batch) if self._have_step() else None
 
     def _own_batches(self, source: Iterable[Any], end: int) -> Iterator[Any]:
-        of_step: list[Any] = []  # batches of a step that is not done
+        of_step: list[Any] = []  # batches of the present step
         while self.epoch < end:
             set_epoch = getattr(getattr(source, "sampler", None), "set_epoch", None)
             if set_epoch is not None:
@@ -193,7 +193,7 @@ class WorkerSession(Session):
             self._begin_epoch(self.epoch + 1)
 
     def _until_used(self, waiting: list[Any], of_step: list[Any]) -> Iterator[Any]:
-        """Give batches of one's own; those of a step that is cancelled come again."""
+        """Iterate over the worker's own batches; those of a cancelled step come again."""
         while waiting:
             data = waiting.pop(0)
             of_step.append(data)
@@ -247,7 +247,7 @@ class WorkerSession(Session):
         self._client.record(event, {name: as_number(value) for name, value in values.items()})
 
     def stop_when(self, asked: Callable[[], bool]) -> None:
-        """The server is the one that is asked, by a signal, and its workers end with it."""
+        """Do nothing: a signal stops the server, and its workers end with it."""
 
     def _end_well(self) -> None:
         """Push what local steps have changed; a worker that has asked for no step reads the parameters."""
@@ -308,7 +308,7 @@ class WorkerSession(Session):
         self._cancellation.arm(self._pause if computes and self._injected_delays is not None else None)
 
     def _look_at_settings(self) -> None:
-        """Say once that the script changes its optimizer's settings, which are not those that count; worker 0 looks."""
+        """Warn once, on worker 0, if the script changes its optimizer's options, which have no effect here."""
         if self._settings is None:
             return
         for group, settings in zip(_groups_of(self._train_state), self._settings, strict=False):
@@ -352,7 +352,7 @@ class WorkerSession(Session):
         return False
 
     def _give_up(self) -> None:
-        """Leave no trace of the step under way: it was cancelled."""
+        """Undo the present step, which was cancelled."""
         self._accumulating = False
         self._undo_local_steps()
         self._train_state.clear_gradients()
@@ -430,7 +430,7 @@ class WorkerSession(Session):
 
     @contextlib.contextmanager
     def _unscaled(self) -> Iterator[None]:
-        """Take a GradScaler's scale off the gradients; the server knows of none."""
+        """Unscale the gradients, if there is a GradScaler: pushes are not scaled."""
         scaler = self._train_state.scaler
         if scaler is not None:
             for optimizer in self._train_state.optimizers:
@@ -445,7 +445,7 @@ def _groups_of(train_state: TrainState) -> list[dict[str, Any]]:
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The rate and the like of a group of parameters; what is on a GPU is left out, for it would be waited for."""
+    """The options of a parameter group, such as its rate, without tensors on a GPU: reading them would wait."""
     plain = {name: value for name, value in group.items() if isinstance(value, int | float | tuple)}
     tensors = {name: value for name, value in group.items() if isinstance(value, Tensor) and value.numel() == 1}
     return {**plain, **{name: value.clone() for name, value in tensors.items() if value.device.type == "cpu"}}
@@ -454,7 +454,7 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def join_as_worker(
     train_state: TrainState, model: nn.Module, assignment: ServerAssignment, *, policy: Policy, on_nan: OnNaN
 ) -> WorkerSession:
-    """Join the run of the server that ``assignment`` tells of."""
+    """Join the run of the server that ``assignment`` names."""
     world = read_world()
     client = Client(
         train_state.model,
