@@ -184,7 +184,7 @@ def check_counts(study: Study, *names: str) -> None:
 def note_on(seeds: int) -> str:
     """Say what the intervals and verdicts are made of."""
     return (
-        f"Means over {seeds} seeds; +- is half the 95 % interval. A claim holds if the 95 % interval of the paired "
+        f"Seeds: {seeds}. Numbers are means over them, +- half the 95 % interval. A claim holds if that of the paired "
         "differences is above 0."
     )
 

@@ -35,12 +35,12 @@ class DiLoCoStudy(Study):
     model: str | None = option("tiny-gpt", "The network.")
     workers: int = option(4, "Of all but one line.")
     every: int = option(50, "H, steps between two exchanges.")
-    steps: int = option(800, "Of every run, but for all-reduce in equal time.")
+    steps: int = option(600, "Of every run, but for all-reduce in equal time.")
     batch_size: int = option(4, "Of each worker.")
     rate: float = option(0.01, "Highest learning rate of AdamW, which falls along a cosine.")
     outer_momentum: float = option(0.5, "Of DiLoCo, beside the published 0.9, which suits more rounds.")
     link: str = option("10ms 100kB/s", "Of every worker; a step takes a second.")
-    judges: int | None = option(200, "Examples to evaluate on, the first ones.")
+    judges: int | None = option(100, "Examples to evaluate on, the first ones.")
     seeds: int = option(5, "Runs of every line.")
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class DiLoCoStudy(Study):
             policy=policy,
             schedule=ScheduleConfig(warmup="gradual", warmup_epochs=epochs / 20, warmup_start=0.1, decay="cosine"),
             link=self.link,
-            points=8,
+            points=6,
             judges=self.judges,
         )
 
@@ -109,7 +109,7 @@ class DiLoCoStudy(Study):
             for policy in (f"diloco(every={self.every})", "all-reduce")
         )
         seconds = simulate(diloco, commits=self.steps).seconds
-        return max(1, int(seconds / simulate(all_reduce, commits=10).iteration))
+        return max(1, int(seconds / simulate(all_reduce).iteration))
 
     def _row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
         return (

@@ -40,11 +40,11 @@ class LocalSGDStudy(Study):
 
     problem: str = option("cifar10", "What to train on; digits needs no data.")
     model: str = option("lenet", "The network.")
-    examples: int | None = option(5000, "Training examples to use, the first ones.")
+    examples: int | None = option(4000, "Training examples to use, the first ones.")
     workers: int = option(16, "K, of all but the small batch.")
     batch_size: int = option(16, "Of each worker; four times as many in the huge batch.")
     rate: float = option(0.01, "Learning rate for a worker's batch, scaled linearly to larger ones.")
-    epochs: int = option(20, "Of every run; the rate falls to a tenth after a half and again after three quarters.")
+    epochs: int = option(16, "Of every run; the rate falls to a tenth after a half and again after three quarters.")
     seeds: int = option(5, "Runs of every line.")
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class LocalSGDStudy(Study):
                 decay_epochs=(self.epochs / 2, 3 * self.epochs / 4),
                 base_batch=self.batch_size,
             ),
-            points=min(10, self.epochs),
+            points=min(4, self.epochs),
         )
 
     def _row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:

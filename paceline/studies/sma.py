@@ -30,15 +30,15 @@ class SMAStudy(Study):
 
     problem: str = option("mnist", "What to train on; digits needs no data.")
     model: str = option("lenet", "The network.")
-    examples: int | None = option(8000, "Training examples to use, the first ones.")
+    examples: int | None = option(6000, "Training examples to use, the first ones.")
     learners: tuple[int, ...] = option((4, 8), "Numbers of learners, beside one alone.")
     batch_size: int = option(16, "Of each learner.")
     rates: tuple[float, ...] = option((0.02, 0.1), "Learning rates, the same for every learner.")
-    epochs: int = option(8, "Of every run.")
+    epochs: int = option(6, "Of every run.")
     target: float = option(0.95, "Accuracy to reach.")
     delay: str = option("1+exp(4)", "How long a learner computes on a mini-batch.")
     link: str = option("10us 10GB/s", "Between the learners, of one machine.")
-    judges: int | None = option(2000, "Examples to evaluate on, the first ones.")
+    judges: int | None = option(1000, "Examples to evaluate on, the first ones.")
     seeds: int = option(5, "Runs of every line.")
 
     def __post_init__(self) -> None:

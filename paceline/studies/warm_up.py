@@ -39,7 +39,7 @@ class WarmUpStudy(Study):
     examples: int | None = option(None, "Training examples to use, the first ones.  [default: all]")
     batch_size: int = option(32, "Of the baseline, and of each worker.")
     workers: int = option(32, "How many times larger the large batch is.")
-    rates: tuple[float, ...] = option((0.02, 0.06, 0.1), "Learning rates for the small batch.")
+    rates: tuple[float, ...] = option((0.02, 0.08), "Learning rates for the small batch.")
     epochs: int = option(10, "Of every run; the rate falls to a tenth after a half and again after three quarters.")
     warmup_epochs: float = option(1.0, "Epochs of the warm-up, which starts at the small batch's rate.")
     seeds: int = option(5, "Runs of every line.")
