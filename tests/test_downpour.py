@@ -248,6 +248,17 @@ def test_workers_that_share_a_model_have_their_own_momentum() -> None:
     assert step(local, model) == pytest.approx(1)
 
 
+def test_what_was_pushed_is_not_undone() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    local = LocalSteps(momentum(model))
+    assert [step(local, model), step(local, model)] == pytest.approx([1, 1.5])
+    assert local.end()
+    local.undo()  # of a step that was cancelled before it had made any
+    assert step(local, model) == pytest.approx(1.75)
+    local.undo()
+    assert step(local, model) == pytest.approx(1.75)
+
+
 def test_what_adagrad_is_made_with_is_there_again() -> None:
     model = nn.Linear(1, 1, bias=False)
     local = LocalSteps(TrainState(model=model, optimizers=[Adagrad(model.parameters(), lr=1.0)]))

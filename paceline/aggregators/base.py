@@ -47,5 +47,7 @@ class Aggregator(ABC):
     def combine(self, pushes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         """Combine one vector of each push into a new one, in at least single precision.
 
-        No weight is 0. Of pushes that are all the same the result is that push times the sum of the weights.
+        No weight is 0. Of pushes that are all the same the result is that push times the sum of the weights. A vector
+        is only a part of a push, that of one dtype and one server, so each coordinate's result must depend on that
+        coordinate alone.
         """

@@ -500,7 +500,8 @@ class LiveServer:
         for (rank, step), weight in () if self._policy.adds_up else shares:
             self._trace(traced.Chose(rank, step, weight))
         self._trace(traced.Committed(self._memory.version, len(commit.pushes), self._now()))
-        self._check_size(commit)
+        if self._rule.aggregator.least > 1:
+            self._check_size(commit)
         waiting = len(self._arrived) - len(shares)
         self._double_buffer.after_update(self._memory.version, self._note(), waiting)
         self._memory.wrote()  # not after a failure: then the parameters may be incomplete

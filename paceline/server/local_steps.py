@@ -57,14 +57,20 @@ class LocalSteps:
 
     @torch.no_grad()
     def end(self) -> bool:
-        """Have the difference, new minus read, in the place of the gradients; False if it is not finite."""
+        """Have the difference, new minus read, in the place of the gradients; False if it is not finite.
+
+        Then it should be undone.
+        """
+        finite = True
         for parameter, read in zip(self._trained, self._read, strict=True):
             parameter.grad = torch.sub(parameter, read, out=read)
+            finite = finite and bool(read.isfinite().all())
         self._read, self.made = [], 0
-        return all(bool(each.grad.isfinite().all()) for each in self._trained if each.grad is not None)
+        self._before = None if finite else self._before
+        return finite
 
     def undo(self) -> None:
-        """Let the optimizers remember nothing of the steps of the last push, or to the next; the model is as it is."""
+        """Take the steps since the last push out of what the optimizers remember; the model is read anew anyway."""
         if self._before is not None:
             self._restore(self._before)
         self._before, self._read, self.made = None, [], 0

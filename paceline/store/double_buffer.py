@@ -1,15 +1,15 @@
-"""All that the server's commits change, kept twice in memory that outlives its process: one killed at any instant
-loses no commit that it has acknowledged.
+"""The double buffer: a server's state, twice in memory that outlives its process.
 
-The parameters, buffers and the optimizers' tensors lie in the file that the supervisor holds open, where optimizers
-step them in place: that is the work. The spare is a second copy of it. While an update is under way a word says so, and
-the spare has the version before; when it is done, everything else that has changed (rates, counts, which batches are
-used) is noted, the word says so, and only then are workers told. The spare is brought up to the work before the next
-update, at best while nobody waits. So at any instant one of the two is whole, and the word says which.
+A server that is killed, at any instant, loses no commit that it has acknowledged. Its parameters, buffers and
+optimizers' tensors lie in a file that the supervisor holds open. One copy is the work, which the optimizers step in
+place. The other is the spare. A word says whether an update is under way; until it is done, the spare has the version
+before. Then the rest of the state (rates, counts, which batches are used) is written as a note, the word is set, and
+only then are the workers told. The spare is brought up to date before the next update, if possible while nobody waits.
+So at any instant one of the two copies is whole, and the word says which.
 
-Where several servers hold the parameters, each has a double buffer for its part. An update counts once the first
-server has it whole, which it has last; until another one hears of that, its spare has to have the version before, to go
-back to.
+If several servers hold the parameters, each has a double buffer for its part. An update counts when the first server
+has it whole, and the first server is the last to have it. Until another server hears of that, it keeps the version
+before in its spare, to go back to.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ _GIVEN_UP = 1
 _MAGIC = 0x544C554156434150  # "PACVAULT"
 _WORD = struct.Struct("@Q")  # native: then it is written by one instruction, and never in part
 _WORDS = struct.Struct("@QQQQQ")
-# Twice the number of the last note, and one more while an update is under way; lengths of two notes; pushes taken.
+# Places of the words: the mark; twice the number of the last note, plus 1 while an update is under way; the lengths of
+# the two notes; the number of pushes that wait for a commit.
 _MARK, _STAND, _LENGTHS, _TAKEN = 0, 8, 16, 32
 # The file is sparse: its parts may lie far apart, and only what is written takes memory.
-_START = 1 << 40  # where the words are; what the workers share comes before it
+_START = 1 << 40  # the place of the words, behind the memory that the workers share
 _NOTES = _START + mmap.PAGESIZE
 _NOTE = 1 << 24  # the largest note
 _STATE = _NOTES + 2 * _NOTE  # the optimizers' tensors, in stretches
-_SPARE = 1 << 41  # the spare of what lies at a place is this much behind it
+_SPARE = 1 << 41  # bytes from a place of the work to the same place of the spare
 _UNCHANGING = (int, float, str, type(None), tuple)
-_DESCRIPTION = struct.Struct("<Q")  # the length of what says which tensors a stretch holds; it comes in front of them
+_DESCRIPTION = struct.Struct("<Q")  # the length of a stretch's description; that follows, then the tensors
 
 
 class _Stretch(NamedTuple):
@@ -69,11 +70,11 @@ class DoubleBuffer:
         self._stretches: list[_Stretch] = []
         self._extents: list[tuple[int, int]] = []  # offset and length of the stretches of optimizers' tensors
         self._placed: dict[tuple[int, int, str], Tensor] = {}  # by optimizer, parameter and name
-        self._absent: list[tuple[int, int, str]] = []  # of those, the ones that are no more
+        self._absent: list[tuple[int, int, str]] = []  # those of them that the optimizers have dropped
         self._others: list[tuple[int, int, str, Any]] = []  # what the optimizers' states hold beside tensors
         self._small: tuple[dict[str, Any], str] | None = None  # the last small state, and its text
-        self._behind = True  # the spare is
-        self._keeps = True
+        self._behind = True  # whether the spare is older than the work
+        self._keeps = True  # False after giving up
         try:
             self._stretches.append(_Stretch(down, _map(file, offset + _SPARE, len(down))))
         except OSError as error:
@@ -86,9 +87,9 @@ class DoubleBuffer:
             self._set(_MARK, _MAGIC)
 
     def note_of(self, version: int) -> dict[str, Any]:
-        """The note of ``version``, to recover from; an update behind it, which nobody was told of, is undone.
+        """Give the note of ``version``, to recover from; an update after it, of which nobody was told, is undone.
 
-        ``CommError`` if that is not what was kept.
+        Raise ``CommError`` if another version was kept.
         """
         found = read_note(self._file)
         stand = self._word(_STAND)
@@ -101,7 +102,7 @@ class DoubleBuffer:
         return found
 
     def recover(self, found: Mapping[str, Any]) -> None:
-        """Put everything back as of the last commit that was whole; ``found`` is what ``read_note`` gives."""
+        """Restore the state of the last whole commit; ``found`` is what ``read_note`` gives."""
         self._extents = [(offset, length) for offset, length in found["extents"]]
         self._stretches += [self._stretch(offset, length) for offset, length in self._extents]
         stand = self._word(_STAND)
@@ -112,18 +113,18 @@ class DoubleBuffer:
         for stretch in self._stretches[1:]:
             self._read_stretch(stretch.work)
         self._load(found)
-        self._place_tensors()  # as after an update: our own notes have to tell as much
+        self._place_tensors()  # as after an update: the next note has to name all tensors
 
     def before_update(self) -> None:
-        """Make sure that there is something to go back to."""
+        """Begin an update; from now on the spare has the version to go back to."""
         if self._keeps:
             self.catch_up()
             self._set(_STAND, self._word(_STAND) + 1)
 
     def after_update(self, version: int, note: Mapping[str, Any], waiting: int = 0) -> None:
-        """The update is done and is version ``version``: once this returns, workers may be told.
+        """End the update that made ``version``; when this returns, workers may be told.
 
-        So many pushes go on ``waiting`` for another.
+        ``waiting`` is the number of pushes that still wait for a commit.
         """
         if not self._keeps:
             return
@@ -137,7 +138,7 @@ class DoubleBuffer:
         self.taken(waiting)
 
     def note_again(self, version: int, note: Mapping[str, Any]) -> None:
-        """Something else is about to be told than a commit, which a successor has to know."""
+        """Write the note anew, before workers are told something that is no commit."""
         if self._keeps:
             self._write(version, note)
 
@@ -151,18 +152,18 @@ class DoubleBuffer:
         self._set(_STAND, 2 * number)
 
     def taken(self, pushes: int) -> None:
-        """So many pushes wait for a commit; they are lost if we are killed."""
+        """Record how many pushes wait for a commit; they are lost if the server is killed."""
         self._set(_TAKEN, pushes)
 
     def catch_up(self) -> None:
-        """Bring the spare up to the work, if it is behind."""
+        """Copy the work to the spare, if that is older."""
         if self._keeps and self._behind:
             for stretch in self._stretches:
                 copy(stretch.spare, stretch.work)
             self._behind = False
 
     def _give_up(self, error: Exception) -> None:
-        """Go on without: there is too little memory, or an optimizer has a state that cannot be written down."""
+        """Keep nothing from now on: there is too little memory, or an optimizer's state cannot be written."""
         logger.warning("from now on the run ends if its server is killed, to be resumed from a checkpoint: %s", error)
         self._keeps = False
         self._set(_MARK, _GIVEN_UP)
@@ -170,7 +171,7 @@ class DoubleBuffer:
     # Tensors of the optimizers -----------------------------------------------------------------------------------
 
     def _place_tensors(self) -> None:
-        """Have the optimizers' tensors lie in the file: new ones get a stretch, replaced ones are copied."""
+        """Have the optimizers' tensors in the file: new ones get a stretch, replaced ones are copied there."""
         new: dict[tuple[int, int, str], Tensor] = {}
         self._others = []
         count = 0
@@ -212,7 +213,7 @@ class DoubleBuffer:
         return _Stretch(_map(self._file, offset, length), _map(self._file, offset + _SPARE, length))
 
     def _read_stretch(self, memory: Tensor) -> None:
-        """Know the tensors again that lie in a stretch."""
+        """Find the tensors of a stretch by its description."""
         raw = bytes(memory[: _DESCRIPTION.size].numpy())
         (length,) = _DESCRIPTION.unpack(raw)
         described = json.loads(bytes(memory[_DESCRIPTION.size : _DESCRIPTION.size + length].numpy()))
@@ -224,7 +225,7 @@ class DoubleBuffer:
     # Everything else ---------------------------------------------------------------------------------------------
 
     def _small_state(self) -> str:
-        """What is no tensor of an optimizer's state, as JSON: rates and the like, schedulers, counts."""
+        """Give all state but the optimizers' tensors, as JSON: rates, schedulers, counts."""
         state = {
             "groups": [
                 [{**group, "params": None} for group in each.param_groups] for each in self._train_state.optimizers
@@ -243,7 +244,7 @@ class DoubleBuffer:
         lasting = not (tensors or self._train_state.schedulers) and all(
             isinstance(value, _UNCHANGING) for value in values
         )
-        self._small = (state, text) if lasting else None  # a list or tensor would stay the same object, and change
+        self._small = (state, text) if lasting else None  # a list or tensor may change and still be the same object
         return text
 
     def _load(self, found: Mapping[str, Any]) -> None:
@@ -273,10 +274,10 @@ class DoubleBuffer:
 
 
 def read_note(file: int) -> dict[str, Any] | None:
-    """What was noted with the last commit that was whole, if a server has kept anything in ``file``.
+    """Read the note of the last whole commit; None if no server has kept anything in ``file``.
 
-    Beside it under ``taken``: how many pushes were taken since, and are lost. ``CommError`` if it has begun to keep
-    things and given up.
+    Its ``taken`` is the number of pushes that waited for a commit, and are lost. Raise ``CommError`` if the server had
+    given up keeping its state.
     """
     words = os.pread(file, _WORDS.size, _START)
     if len(words) < _WORDS.size:
@@ -291,7 +292,7 @@ def read_note(file: int) -> dict[str, Any] | None:
 
 
 def _entries_of(optimizers: Sequence[Optimizer]) -> Iterator[tuple[tuple[int, int, str], Any]]:
-    """All that the optimizers remember, by optimizer, parameter and name."""
+    """Give each entry of the optimizers' states, by optimizer, parameter and name."""
     for index, optimizer in enumerate(optimizers):
         if optimizer.state:
             if not all(isinstance(key, Tensor) for key in optimizer.state):
@@ -302,7 +303,7 @@ def _entries_of(optimizers: Sequence[Optimizer]) -> Iterator[tuple[tuple[int, in
 
 
 def _move(tensor: Tensor, target: Tensor) -> None:
-    """Copy a tensor to its place and, unless it belongs to another device, let it lie there."""
+    """Copy a tensor to its place, which becomes its memory unless it is on another device."""
     target.copy_(tensor.detach())
     if tensor.device.type == "cpu":
         if tensor._base is not None or tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -313,8 +314,8 @@ def _move(tensor: Tensor, target: Tensor) -> None:
 
 
 def _map(file: int, offset: int, length: int) -> Tensor:
-    """The memory of the file from ``offset`` on, which has to be there, as bytes."""
-    os.posix_fallocate(file, offset, max(1, length))  # too little memory is told now, not by a signal later
+    """Allocate a part of the file and map it, as bytes."""
+    os.posix_fallocate(file, offset, max(1, length))  # raises if there is too little memory
     return torch.frombuffer(mmap.mmap(file, max(1, length), offset=offset), dtype=torch.uint8)[:length]
 
 

@@ -1,4 +1,4 @@
-"""Tensors that travel: gradients into a push, parameters out of the memory that they lie in; and a look at both."""
+"""Copies between a model and the memory of pushes and parameters, and checks of pushes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.store.layout import Arena, ModelLayouts
 
 
 def examine(layouts: ModelLayouts, push: Arena) -> tuple[str | None, int]:
-    """Name the first trained parameter whose gradient holds a NaN or an infinity, or say that a buffer does.
+    """Name the first tensor of a push that has a NaN or an infinity, or None; and give a checksum of the push.
 
-    Beside it a checksum of the bits: the sum of their 64-bit words. One quick pass tells both; only if something is
-    amiss are the numbers looked at one by one.
+    The checksum is the sum of the bits as 64-bit words. One quick pass gives both. Only if it finds something are the
+    numbers checked one by one.
     """
     looks = [look_at(part) for part in push.flat]
     checksum = sum(look.checksum for look in looks) % 2**64
@@ -27,7 +27,7 @@ def _not_finite(layouts: ModelLayouts, push: Arena) -> str | None:
         if not bool(torch.isfinite(view).all()):
             return name
     for buffer, view in zip(layouts.buffers, push.views[len(layouts.trained) :], strict=False):
-        # What the server has there too belongs to it, such as the infinities of a mask.
+        # A value that the server's buffer has too is no error, such as the infinities of a mask.
         if not bool((torch.isfinite(view) | (view == buffer.to(view.device))).all()):
             return "a buffer"
     reads = push.views[len(push.views) - len(layouts.reads) :]
@@ -35,15 +35,15 @@ def _not_finite(layouts: ModelLayouts, push: Arena) -> str | None:
 
 
 class Filled(NamedTuple):
-    """A push that lies where it is taken from."""
+    """A push that was copied to where the server reads it."""
 
     used: bytes  # one bit per parameter: it has a gradient
-    finite: bool  # as a quick look tells
+    finite: bool  # as far as a quick look tells
     checksum: int  # as ``examine`` gives it
 
 
 def fill_push(layouts: ModelLayouts, push: Arena) -> Filled:
-    """Copy a worker's gradients and buffers to where its push is taken from, and look at them on the way."""
+    """Copy a worker's push to where the server reads it, and check it on the way."""
     used, finite, checksum = 0, True, 0
     tensors = [*(parameter.grad for parameter in layouts.trained), *layouts.buffers, *layouts.reads]
     for index, (tensor, view, padded) in enumerate(zip(tensors, push.views, push.padded, strict=True)):
@@ -59,9 +59,9 @@ def fill_push(layouts: ModelLayouts, push: Arena) -> Filled:
 
 
 def adopt(layouts: ModelLayouts, memory: Tensor, *, found: bool = False) -> None:
-    """Let the server's parameters and buffers lie in ``memory``, whose values they take if they were ``found`` there.
+    """Move the server's parameters and buffers into ``memory``; if values were ``found`` there, take those.
 
-    Those on another device are copied by ``publish``.
+    Tensors of other devices stay there; ``publish`` copies them.
     """
     for tensor, view in zip([*layouts.parameters, *layouts.buffers], layouts.down.views(memory), strict=True):
         if found:
@@ -73,7 +73,7 @@ def adopt(layouts: ModelLayouts, memory: Tensor, *, found: bool = False) -> None
 
 
 def publish(layouts: ModelLayouts, memory: Tensor) -> None:
-    """Copy the tensors of other devices, which cannot lie in ``memory``, there."""
+    """Copy the tensors of other devices into ``memory``."""
     if layouts.only_cpu:
         return
     for tensor, view in zip([*layouts.parameters, *layouts.buffers], layouts.down.views(memory), strict=True):

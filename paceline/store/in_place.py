@@ -1,4 +1,4 @@
-"""A worker's tensors as they travel between hosts: large ones from and to where they lie, small ones through memory."""
+"""A worker's tensors on the way between hosts: large ones go from and to the model itself, small ones are copied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gradients:
         self._views = layouts.up.views(self._memory)
 
     def pieces(self) -> tuple[Pieces, bytes]:
-        """What to send before it changes, and the bits of the parameters that have a gradient."""
+        """The memory to send, before any of it changes, and the bits of the parameters that have a gradient."""
         trained, used = self._layouts.trained, 0
         tensors: list[Tensor | None] = [parameter.grad for parameter in trained]
         for index, gradient in enumerate(tensors):
@@ -57,7 +57,7 @@ class Parameters:
         return _joined(self._layouts.down, self._memory, self._lying())
 
     def take(self, came: Pieces) -> None:
-        """Let the model have what came."""
+        """Put the parameters that came into the model, unless they came there."""
         lying = {} if came is self.aside else self._lying()
         with torch.no_grad():
             for index, (tensor, view) in enumerate(zip(self._tensors, self._views, strict=True)):
@@ -77,7 +77,7 @@ def _lies_well(tensor: Tensor, view: Tensor) -> bool:
 
 
 def _joined(layout: Layout, memory: Tensor, lying: dict[int, Tensor]) -> Pieces:
-    """Memory with a layout, in which some tensors stand for their own places."""
+    """The memory of a layout, with the tensors of ``lying`` in their places."""
     stretches, done, whole = [], 0, memory_of(memory)
     for index in sorted(lying, key=lambda index: layout.offsets[index]):
         start = layout.offsets[index]

@@ -68,7 +68,7 @@ class Arena:
 
 
 def aligned(size: int) -> int:
-    """So many bytes, and those of the gap behind them."""
+    """The size of a tensor of so many bytes, with the gap behind it."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 

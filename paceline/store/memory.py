@@ -1,12 +1,12 @@
-"""Memory that the server shares with the workers of its host: the parameters once, and a slot for each one's gradients.
+"""Memory that the server shares with the workers of its host: the parameters, and a slot for the push of each worker.
 
 It is a file without a name, which their supervisor opens and hands down to them. Each worker has a byte of it to lock
 while it reads the parameters; the server locks all of these bytes while it changes them. The kernel takes a lock from a
 process that dies. A mark that stays behind then says that the parameters are torn.
 
 A worker that is stopped while it reads keeps its lock. The server waits for it no longer than a copy takes, and then
-makes the commit all the same: it has *overtaken* that worker. A word tells the worker so once it has copied, and what
-it has copied is void. The word is written before the server tries the lock a last time, and read after the worker has
+makes the commit all the same: it has *overtaken* that worker. A word tells the worker so after its copy, which is then
+void. The word is written before the server tries the lock a last time, and read after the worker has
 given its lock up. The kernel puts these two calls in an order, on any processor: either the worker sees the word, or it
 had copied everything before the server changed anything.
 """
@@ -28,9 +28,10 @@ from paceline.errors import CommError
 
 _OVER = 56  # where in the head a byte says that the server has ended
 _CHANGING = 57  # ... and one that it is changing the parameters
-HEAD = 1 << 16  # the version, that, and from byte 64 on what the supervisor notes; the parameters come behind it
+HEAD = 1 << 16  # bytes: the version, these two, and from byte 64 on the supervisor's marks; the parameters follow
 _WORD = struct.Struct("@Q")  # native: written by one instruction
-_WORDS_OF_RANK = 2  # how often it was overtaken, counted twice, odd while a commit is under way; what it knows of that
+# Words of each rank: twice how often it was overtaken, plus 1 during such a commit; and what it has last seen there.
+_WORDS_OF_RANK = 2
 _PAUSE = 0.00005  # seconds between two looks at a lock
 _MOST_PATIENCE = 60.0  # seconds for one copy
 
@@ -49,7 +50,7 @@ def mark_over(file: int) -> None:
 
 
 def is_over(file: int) -> bool:
-    """Whether that is written there."""
+    """Whether the server has ended, as ``mark_over`` has written."""
     return os.pread(file, 1, _OVER) == b"\1"
 
 
@@ -62,7 +63,7 @@ class SharedMemory:
         size = self._words + slots * _WORDS_OF_RANK * _WORD.size
         if create:
             try:
-                os.posix_fallocate(file, 0, size)  # too little memory is told now, not by a signal later
+                os.posix_fallocate(file, 0, size)  # raises if there is too little memory
             except OSError as error:
                 raise CommError(f"cannot make {size} bytes of memory to share with the workers: {error}") from error
         found = os.fstat(file).st_size
@@ -72,12 +73,12 @@ class SharedMemory:
         self._whole = torch.frombuffer(self._mapped, dtype=torch.uint8)
         self.down = self._whole[HEAD : HEAD + down]
         self._slots = [self._whole[HEAD + down + slot * up :][:up] for slot in range(slots)]
-        # By whoever was killed, if we are the server in its place.
+        # A server before this one may have been killed in a commit that overtook workers.
         self._overtaken = [rank for rank in self._ranks if self._times(rank) % 2]
         self._patience: dict[int, float] = {}  # seconds for the next copy of those whose last one was overtaken
 
     def slot(self, rank: int) -> Tensor:
-        """Where the worker of this rank puts its gradients."""
+        """The memory for the pushes of this rank's worker."""
         return self._slots[rank]
 
     @property
@@ -92,7 +93,7 @@ class SharedMemory:
     # A worker ------------------------------------------------------------------------------------------------
 
     def read(self, rank: int, copy: Callable[[], None]) -> Copied:
-        """Copy the parameters by ``copy``; what it copied is of use only if this gives ``WHOLE``."""
+        """Call ``copy`` to copy the parameters; use the copy only if the result is ``WHOLE``."""
         times = self._times(rank)
         fcntl.lockf(self._file, fcntl.LOCK_SH, 1, rank)
         try:
@@ -111,7 +112,7 @@ class SharedMemory:
     def begin_writing(self, seconds: float) -> list[int]:
         """Wait until nobody reads, and keep others from it until ``wrote``.
 
-        Workers that read for longer than ``seconds`` are overtaken; those whose copy this makes void are given.
+        Overtake workers that read for longer than ``seconds``; return those whose copies this makes void.
         """
         if not self._patience and self._try_lock(0, len(self._ranks)):
             self._mapped[_CHANGING] = 1
@@ -140,7 +141,7 @@ class SharedMemory:
         self._overtaken = []
 
     def _overtake(self, ranks: list[int]) -> None:
-        """Go on although workers hold their locks; one that gives it up right now copies again for nothing."""
+        """Go on although these workers hold their locks; one that releases it just now copies again without need."""
         for rank in ranks:
             self._set_times(rank, self._times(rank) + 1)
         self._overtaken = ranks

@@ -1,4 +1,4 @@
-"""What a server that holds a part of the parameters needs of the others' state: optimizers, schedulers, norms."""
+"""State that passes between servers that hold the parameters among them: of optimizers, schedulers, and norms."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _NO_GRADIENT = -1.0
 
 
 def write_state(file: int, train_state: TrainState, layouts: ModelLayouts) -> int:
-    """Put the state that ``train_state`` has for a server's part into the memory of that server; give its length.
+    """Write the optimizer and scheduler state of a server's part into that server's memory; return its length.
 
-    The parameters lie there anyway.
+    The parameters are there already.
     """
     state = {
         "optimizers": [
@@ -56,7 +56,7 @@ def _read_state(file: int, length: int) -> dict[str, Any]:
 
 
 def load_state(file: int, length: int, train_state: TrainState) -> None:
-    """Take the state that the first server has put into the memory, as a resumed run takes a checkpoint's."""
+    """Load the state that the first server has written into the memory."""
     found = _read_state(file, length)
     for optimizer, groups, states in zip(train_state.optimizers, found["groups"], found["optimizers"], strict=True):
         own = optimizer.state_dict()
@@ -67,7 +67,7 @@ def load_state(file: int, length: int, train_state: TrainState) -> None:
 
 
 def collect_state(file: int, length: int, train_state: TrainState) -> None:
-    """Put what another server's optimizers remember beside what the first one's do, for a checkpoint."""
+    """Add the optimizer state of another server to that of the first, for a checkpoint."""
     found = _read_state(file, length)
     for optimizer, states in zip(train_state.optimizers, found["optimizers"], strict=True):
         parameters = parameters_of(optimizer)
@@ -79,7 +79,7 @@ def collect_state(file: int, length: int, train_state: TrainState) -> None:
 
 
 def drop_state(train_state: TrainState, layouts: ModelLayouts) -> None:
-    """Let a server's optimizers remember nothing of the parameters that are not in its part."""
+    """Remove the optimizer state of parameters that are not in a server's part."""
     ours = {id(parameter) for parameter in layouts.parameters}
     for optimizer in train_state.optimizers:
         for parameter in parameters_of(optimizer):
@@ -88,7 +88,7 @@ def drop_state(train_state: TrainState, layouts: ModelLayouts) -> None:
 
 
 def _numbered(optimizer: Optimizer, layouts: ModelLayouts) -> Iterator[tuple[int, Tensor]]:
-    """The parameters of a part that an optimizer remembers something of, with their numbers."""
+    """Number and parameter of each entry in an optimizer's state, of a part."""
     ours = {id(parameter) for parameter in layouts.parameters}
     for number, parameter in enumerate(parameters_of(optimizer)):
         if id(parameter) in ours and parameter in optimizer.state:
@@ -118,7 +118,7 @@ def total_norm(norms: Sequence[bytes], layouts: Sequence[ModelLayouts]) -> float
 
 
 def clip(layouts: ModelLayouts, longest: float, norm: float) -> None:
-    """Clip the gradients of a part, where all of them together have this norm."""
+    """Clip the gradients of a part; ``norm`` is that of all parts together."""
     clipped = [parameter for parameter in layouts.trained if parameter.grad is not None]
     if clipped:
         nn.utils.clip_grads_with_norm_(clipped, longest, torch.tensor(norm, dtype=clipped[0].dtype))
