@@ -169,6 +169,13 @@ def test_slow_link(run: Scripts, data_dir: Path) -> None:
 
 
 @pytest.mark.soak
+def test_peer_kills(run: Scripts) -> None:
+    (row,) = run("peer_kills.py", code=None)["rows"]
+    assert (row["policy"], row["kills"], row["exactly_once"]) == ("all-reduce", 1, True)
+    assert row["starts"] <= 2 + row["kills"] and positive(row, "seconds", "epochs", "steps", "accuracy")
+
+
+@pytest.mark.soak
 def test_scaling(run: Scripts) -> None:
     found = run("scaling.py")
     assert [(row["scaling"], row["workers"]) for row in found["rows"]] == [
