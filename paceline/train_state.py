@@ -70,6 +70,10 @@ class TrainState:
             for scheduler in self.schedulers:
                 scheduler.step()
 
+    def highest_rate(self) -> float:
+        """The highest learning rate of all parameters; some may have a rate of 0."""
+        return max(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),

@@ -175,3 +175,8 @@ def test_a_run_that_makes_no_other_commits_ends(monkeypatch: pytest.MonkeyPatch)
         for hand in hands:
             hand.push(5.0)
         cluster.until(lambda: False)
+
+
+def test_the_median_of_complex_numbers_is_that_of_their_parts() -> None:
+    pushes = [torch.tensor([1 + 5j]), torch.tensor([2 + 3j]), torch.tensor([9 + 4j])]
+    assert Median().combine(pushes, [1 / 3] * 3).tolist() == [2 + 4j]

@@ -315,3 +315,21 @@ def test_an_alpha_that_diverges_is_refused_when_the_workers_are_known(world: Wor
 
     with pytest.raises(UsageError, match=r"sma\(alpha=0.9, momentum=0.0\) diverges on 3 workers: .* below 0.5 there"):
         world(3, work)
+
+
+def test_a_first_group_without_a_rate_is_no_drop_of_the_rate(world: World) -> None:
+    def work(group: Any) -> list[float]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        still: dict[str, Any] = {"params": model[0].parameters(), "lr": 0.0}
+        optimizer = SGD([still, {"params": model[1].parameters()}], lr=0.1)
+        losses = []
+        with paceline.join(model, optimizer, policy="sma", seed=0, group=group) as session:
+            for _ in range(20):
+                with session.step():
+                    loss = model(torch.ones(1, 2)).square().sum()
+                    backward(loss)
+                losses.append(float(loss.detach()))
+        return losses
+
+    for losses in world(2, work):
+        assert losses[-1] < 0.5 * losses[0]

@@ -15,11 +15,13 @@ from torch import nn
 
 import paceline as library
 from paceline.commands import learners
+from paceline.commands.options import processes_per_worker
 from paceline.errors import UsageError
 from paceline.launch.environment import PROBE
 from paceline.launch.process_environment import ProcessEnvironment, threads_per_worker
 from paceline.policies import SMA
 from paceline.training.train import pick_device
+from paceline.virtual.scenario import Scenario
 
 
 def test_learners_of_a_worker_share_its_local_rank_and_the_cores() -> None:
@@ -135,3 +137,13 @@ def test_the_number_is_found_before_the_run(paceline: Any, tmp_path: Path, monke
     config = json.loads((tmp_path / "mine" / "config.json").read_text())
     assert config["world_size"] == json.loads(outcome.out)["workers"]
     assert "auto" not in config["policy"]
+
+
+def test_an_alpha_that_diverges_is_refused_before_anything_starts() -> None:
+    with pytest.raises(UsageError, match=r"alpha must be below 0\.667"):
+        processes_per_worker("sync-easgd(alpha=0.9)", 2)
+
+
+def test_virtual_workers_have_one_learner() -> None:
+    with pytest.raises(UsageError, match="a virtual worker has one learner"):
+        Scenario(policy="sma(learners=2)", workers=4).check(has_loss=True)

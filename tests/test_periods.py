@@ -98,7 +98,7 @@ def test_ada_comm_follows_the_root_of_the_loss(every: int, first_loss: float, lo
     policy = AdaComm(every=every)
     period = policy.period(Progress(first_loss=first_loss, loss=loss))
     assert period >= 1
-    assert period - 1 < every * math.sqrt(loss / first_loss) <= period
+    assert period - 1 < every * math.sqrt(min(1.0, loss / first_loss)) <= period
     assert policy.period(Progress()) == policy.period(Progress(first_loss=first_loss)) == every
     assert policy.period(Progress(first_loss=first_loss, loss=-loss)) == 1
     assert policy.period(Progress(first_loss=-first_loss, loss=loss)) == 1
@@ -163,3 +163,8 @@ def test_an_average_carries_four_numbers_more_for_the_losses(world: World) -> No
 def test_without_a_recorded_loss_the_first_window_ends_with_advice(world: World) -> None:
     with pytest.raises(UsageError, match=r"has recorded one in the first 6 steps; .*step.record\(loss=loss\)"):
         world(2, lambda group: run_ada_comm(group, "ada-comm(every=3, window=5)", 60, recorded=False))
+
+
+@pytest.mark.parametrize("loss", [2.0, 1e30, math.inf])
+def test_a_loss_above_the_first_does_not_lengthen_the_period(loss: float) -> None:
+    assert AdaComm(every=4).period(Progress(loss=loss, first_loss=1.0)) == 4

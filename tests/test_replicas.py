@@ -16,7 +16,7 @@ from test_many_resume import WithStatistics
 from torch import Tensor, nn
 
 import paceline
-from paceline.errors import CommError, NonFiniteLossError
+from paceline.errors import CommError, NonFiniteLossError, UsageError
 from paceline.peers.connect import EXCHANGES
 from paceline.policies import AllReduce, parse_policy
 
@@ -303,3 +303,62 @@ def test_alone_it_is_a_plain_loop(policy: str) -> None:
     backward(by_hand(torch.ones(1, 2)).sum())
     plain(by_hand).step()
     assert torch.equal(model.weight, by_hand.weight)
+
+
+# Misuse ---------------------------------------------------------------------------------------------------------------
+
+
+@every_policy
+def test_a_parameter_that_is_unfrozen_later_is_refused(world: World, policy: str) -> None:
+    def work(group: Any) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        model[0].requires_grad_(False)
+        with paceline.join(model, plain(model), policy=policy, seed=0, group=group) as session:
+            with session.step():
+                backward(model(torch.ones(1, 2)).sum())
+            model[0].requires_grad_(True)
+            with pytest.raises(UsageError, match=r"0.weight was frozen when the session began and is trained now"):
+                session.step().__enter__()
+
+    world(2, work)
+
+
+@every_policy
+def test_nothing_to_train_is_refused(world: World, policy: str) -> None:
+    def work(group: Any) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = plain(model)
+        with pytest.raises(UsageError, match="no parameter of the model requires a gradient"):
+            paceline.join(model.requires_grad_(False), optimizer, policy=policy, seed=0, group=group)
+
+    world(2, work)
+
+
+@every_policy
+def test_steps_and_checkpoints_inside_averaged_are_refused(world: World, policy: str, tmp_path: Path) -> None:
+    def work(group: Any) -> None:
+        model = nn.Linear(2, 1)
+        with paceline.join(model, plain(model), policy=policy, seed=0, group=group) as session:
+            with session.step():
+                backward(model(torch.ones(1, 2)).sum())
+            with session.averaged():
+                with pytest.raises(UsageError, match=r"save\(\) was called inside a block of session.averaged"):
+                    session.save(tmp_path / "checkpoint")
+                with pytest.raises(UsageError, match=r"a step was opened inside a block of session.averaged"):
+                    session.step().__enter__()
+            session.save(tmp_path / "checkpoint")
+
+    world(2, work)
+
+
+@pytest.mark.parametrize("policy", ["local-sgd", "post-local-sgd", "ada-comm", "diloco"])
+def test_a_run_that_goes_on_with_a_shorter_period_follows_it_at_once(world: World, policy: str, tmp_path: Path) -> None:
+    template, start = CASE.build(), ", start=0" if policy == "post-local-sgd" else ""
+    world(2, lambda group: train(group, template, f"{policy}(every=1000{start})", stop=3, run=tmp_path, save_every=1))
+    found = world(2, lambda group: train(group, template, f"{policy}(every=2{start})", run=tmp_path, resume=True))
+    together = [
+        place
+        for place, pairs in enumerate(zip(*(each["replicas"] for each in found), strict=True))
+        if all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+    ]
+    assert together, "after step 3 they never averaged"

@@ -36,10 +36,16 @@ class Ranked(Aggregator):
         result = torch.empty_like(pushes[0], dtype=dtype)
         for start in range(0, len(result), _BLOCK):
             stop = start + _BLOCK
-            result[start:stop] = self.choose(_rank([push[start:stop].to(dtype) for push in pushes]))
+            ranked = _rank([_as_real(push[start:stop].to(dtype)) for push in pushes])
+            _as_real(result[start:stop]).copy_(self.choose(ranked))
         result += 0.0  # zeros of both signs are equal, so that any may come first: let all be +0
         total = math.fsum(weights)
         return result if math.isclose(total, 1.0, rel_tol=1e-9) else result.mul_(total)
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, of which each has an order."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _rank(values: list[Tensor]) -> Sequence[Tensor]:

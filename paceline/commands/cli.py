@@ -166,7 +166,7 @@ def train(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} if small else None
     if read_world() is None:  # else a launcher has started all processes
         config = _settle_learners(config, workers, environment)
-        workers *= processes_per_worker(config.policy)
+        workers *= processes_per_worker(config.policy, workers)
     server = ServerOptions(
         needed=needs_server(config.policy, asking, workers),
         respawn=respawn,

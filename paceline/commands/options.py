@@ -60,12 +60,16 @@ def needs_server(policy: str | None, asked_by: str | None, workers: int | None) 
     return False
 
 
-def processes_per_worker(policy: str | None) -> int:
-    """How many processes a policy wants in the place of each worker."""
+def processes_per_worker(policy: str | None, workers: int | None = None) -> int:
+    """How many processes a policy wants in the place of each worker; raise if it cannot run on so many workers."""
     from paceline.policies import PeersPolicy, parse_policy
 
     parsed = None if policy is None else parse_policy(policy)
-    return parsed.processes_per_worker if isinstance(parsed, PeersPolicy) else 1
+    if not isinstance(parsed, PeersPolicy):
+        return 1
+    if workers is not None:
+        parsed.check_processes(workers * parsed.processes_per_worker)
+    return parsed.processes_per_worker
 
 
 def read_delay(text: str | None, unit: str | None, workers: int | None) -> tuple[str, float] | None:

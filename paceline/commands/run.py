@@ -77,7 +77,7 @@ def run(
         from paceline.commands.learners import settle_learners
 
         policy = settle_learners(policy, workers, lambda _: command)
-        learners = processes_per_worker(policy)
+        learners = processes_per_worker(policy, workers)
     ending = _Ending()
     return supervise(
         command,

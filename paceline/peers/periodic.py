@@ -21,8 +21,8 @@ class PeriodicExchange(ReplicasExchange):
         self._due = 0  # the step of the next exchange; 0: the policy was not asked yet
 
     def started(self, progress: Progress) -> None:
-        if not self._due:
-            self._due = progress.steps + self.period(progress)
+        due = progress.steps + self.period(progress)
+        self._due = min(self._due or due, due)  # sooner if the run goes on with a shorter period
 
     def after_update(self, progress: Progress) -> bool:
         if progress.steps < self._due:

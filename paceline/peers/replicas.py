@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import UsageError
 from paceline.peers.averaging import Averager, Means, as_real, is_continuous
 from paceline.peers.exchange import BackwardPass, PeersExchange
 from paceline.peers.group import Peers
@@ -29,6 +30,9 @@ class ReplicasExchange(PeersExchange):
     def __init__(self, model: nn.Module, peers: Peers) -> None:
         super().__init__(model, peers)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
+        if not self._trained:
+            raise UsageError("no parameter of the model requires a gradient, so the workers have nothing to exchange")
         self._averager = Averager(peers)
         self._steps = 0  # since all workers had the same parameters
         self._examples = 0  # of this worker in these steps
@@ -89,6 +93,12 @@ class ReplicasExchange(PeersExchange):
             self._own = gradients, [buffer.clone() for buffer in self.buffers()]
 
     def begin(self, backward: BackwardPass) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"{name} was frozen when the session began and is trained now, so it would differ between the "
+                    "workers; freeze and unfreeze parameters before join()"
+                )
         self._backward = backward
         self.accumulate(examples=backward.examples, total=backward.total)
 

@@ -42,4 +42,6 @@ class AdaComm(Periodic):
             return self.every
         if progress.loss <= 0 or progress.first_loss <= 0:
             return 1
+        if progress.loss >= progress.first_loss:  # also an infinite one
+            return self.every
         return max(1, math.ceil(self.every * math.sqrt(progress.loss / progress.first_loss)))

@@ -31,3 +31,6 @@ class PeersPolicy(Policy):
     def processes_per_worker(self) -> int:
         """How many processes share a worker's device; each is a rank of its own."""
         return 1
+
+    def check_processes(self, processes: int) -> None:
+        """Raise if the policy cannot run on this many processes."""

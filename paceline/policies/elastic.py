@@ -41,7 +41,7 @@ class ElasticRule(NamedTuple):
         >>> rule.restarts_at(0.01, 0.1), rule.restarts_at(0.099, 0.1)
         (True, False)
         """
-        return self.restarts and rate <= _DROP * highest
+        return self.restarts and 0 < rate <= _DROP * highest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,9 @@ class ElasticPolicy(PeersPolicy):
         super().__post_init__()
         if self.alpha is not None and not 0 < self.alpha <= 1:
             raise UsageError(f"policy {self.name!r}: alpha must be above 0 and at most 1, got {self.alpha}")
+
+    def check_processes(self, processes: int) -> None:
+        self.rule(processes)
 
     def rule(self, workers: int) -> ElasticRule:
         """The rule for this many workers; raise if the exchange alone would make them diverge."""

@@ -215,6 +215,7 @@ class PeersSession(ReformingSession):
                 f"step {self.steps}: save() was called inside a step or between accumulating ones; "
                 "call it after the step that updates the parameters"
             )
+        self._check_own_parameters("save() was called")
         self._run_state.check_parameters()
         replicas: list[Any] = []
         if self._exchange.replicas_differ:
@@ -301,8 +302,17 @@ class PeersSession(ReformingSession):
 
     # One step ---------------------------------------------------------------------------------------------
 
+    def _check_own_parameters(self, what: str) -> None:
+        """Raise inside a block of ``averaged()``, where the model has not this worker's own parameters."""
+        if self._averaging and self._exchange.replicas_differ:
+            raise UsageError(
+                f"step {self.steps}: {what} inside a block of session.averaged(), where the model has the parameters "
+                "of all workers together; leave the block first"
+            )
+
     def _begin(self, step: Step) -> None:
         self._check_not_inside()
+        self._check_own_parameters("a step was opened")
         fresh = not self._accumulating
         if fresh:
             self._first_block = self._blocks
@@ -439,7 +449,7 @@ class PeersSession(ReformingSession):
             self._before_closure = None
 
     def _progress(self) -> Progress:
-        rate = self._run_state.rate()
+        rate = self._train_state.highest_rate()
         self._highest_rate = max(self._highest_rate, rate)
         self._decayed = self._decayed or rate < self._highest_rate
         return Progress(self.steps, self.epoch, rate, self._decayed)

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.delays.delay import Changed, Delay, Factors, Fails, parse_delay
 from paceline.errors import UsageError, unknown_name
-from paceline.policies import AllReduce, Policy, ServerPolicy, Sync, parse_policy
+from paceline.policies import AllReduce, PeersPolicy, Policy, ServerPolicy, Sync, parse_policy
 from paceline.virtual.cluster import Cluster, Workload
 from paceline.virtual.links import (
     Link,
@@ -100,6 +100,8 @@ class Scenario:
             self._pushed_bytes(policy)
         elif not isinstance(policy, AllReduce):
             self._check_never_fails(policy)
+        if isinstance(policy, PeersPolicy):
+            self._check_learners(policy)
         self.compute.check_workers(self.workers)
         self._check_messages()
         return policy
@@ -131,6 +133,15 @@ class Scenario:
                 f"under {policy} the workers wait for each other, so {failing[0]} would end the run; failures are "
                 "simulated for policies of a server, and for all-reduce without a problem"
             )
+
+    def _check_learners(self, policy: PeersPolicy) -> None:
+        learners = policy.processes_per_worker
+        if learners > 1:
+            raise UsageError(
+                f"a virtual worker has one learner, and {policy} wants {learners}; simulate {learners} times as many "
+                "workers, with learners=1"
+            )
+        policy.check_processes(self.workers)
 
     def _check_messages(self) -> None:
         for link in (self.link, self.inside):
