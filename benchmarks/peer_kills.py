@@ -125,8 +125,9 @@ def be_worker(policy: str, directory: Path) -> None:
     with paceline.join(model, optimizer, policy=policy, seed=0, run=directory / "run", save_every=200) as session:
         for _ in session.epochs(1_000_000):
             for x, y, places in session.batches(data, batch_size=BATCH):
-                # The average weighs a worker by its share of the step's samples.
-                share = len(x) / min(session.world_size * BATCH, len(data) - session.consumed)
+                # The average weighs a worker by its share of the step's samples. Other policies count nothing.
+                total = min(session.world_size * BATCH, len(data) - session.consumed)
+                share = len(x) / total if policy == "all-reduce" else 1.0
                 with session.step():
                     outputs, count = model(x, places)
                     (nn.functional.cross_entropy(outputs, y) + count / share).backward()
