@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -102,17 +103,18 @@ def test_when_train_asks_for_a_server(policy: str, options: list[str], paceline:
 
 
 def test_the_result_may_come_from_any_worker(paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worker 0 may have been killed."""
-    result = {"problem": "quadratic", "steps": 3}
+    """Worker 0 may have been killed, and replaced."""
+    result = {"problem": "quadratic", "steps": 3, "resumed_at": 0}
 
     def supervise(*_: Any, on_report: Any, **__: Any) -> int:
         on_report(-1, {"event": "serving", "address": None})
         on_report(2, {"event": "result", "result": {**result, "steps": 4}})
         on_report(1, {"event": "result", "result": result})
+        on_report(0, {"event": "result", "result": {**result, "resumed_at": 2}})
         return 0
 
     monkeypatch.setattr("paceline.launch.supervisor.supervise", supervise)
-    assert paceline("train", "quadratic", "--workers", "3", "--json").out == '{"problem": "quadratic", "steps": 3}\n'
+    assert json.loads(paceline("train", "quadratic", "--workers", "3", "--json").out) == result
 
 
 MISTAKES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import os
 import random
 import re
@@ -543,8 +544,16 @@ def test_another_host_is_refused(tmp_path: Path) -> None:
     assert host_identity() == host_identity()
 
 
+def test_the_address_of_a_rank_0_that_is_gone_is_waited_out(tmp_path: Path) -> None:
+    """As after a restart by torchrun, whose store stays."""
+    gone = {"address": "\0paceline-gone", "token": "", "host": host_identity()}
+    DirectoryStore(tmp_path).set("g/address", json.dumps(gone))
+    started = start_ranks(lambda group: group.barrier(), range(1, 2), 2, tmp_path)
+    started += start_ranks(lambda group: group.barrier(), range(1), 2, tmp_path)
+    assert outcomes(started) == [None, None]
+
+
 def test_strangers_who_knock_change_nothing(tmp_path: Path) -> None:
-    import json
     import socket
 
     store = DirectoryStore(tmp_path)

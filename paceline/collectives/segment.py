@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,7 @@ _DESCRIPTORS_PER_MESSAGE = 200
 _HELLO_BYTES = 256
 _LONGEST = 1e9  # seconds, 30 years; sockets and stores refuse much longer timeouts
 _LOOK = 0.1  # seconds between two calls of a watch
+_TIME_TO_START_AGAIN = 60.0  # seconds for rank 0 to come after another one, if all were started again
 
 
 class Store(Protocol):
@@ -107,25 +108,33 @@ def _host(store: Store, size: int, own: int, deadline: float, name: str, watch: 
 
 
 def _visit(store: Store, rank: int, size: int, own: int, deadline: float, name: str, watch: Watch) -> Meeting:
-    greeting = json.loads(
-        _told(store, f"{name}/address", deadline, f"group {name!r}: rank {rank} timed out waiting for rank 0", watch)
-    )
-    if greeting["host"] != host_identity():
-        raise CommError(
-            f"group {name!r}: rank {rank} has another host, network namespace or user than rank 0; "
-            f"wanted {greeting['host']}, found {host_identity()}. Use another backend between hosts."
-        )
+    lateness = f"group {name!r}: rank {rank} timed out waiting for rank 0"
+    patience = time.monotonic() + _TIME_TO_START_AGAIN
+    while True:
+        greeting = json.loads(_told(store, f"{name}/address", deadline, lateness, watch))
+        if greeting["host"] != host_identity():
+            raise CommError(
+                f"group {name!r}: rank {rank} has another host, network namespace or user than rank 0; "
+                f"wanted {greeting['host']}, found {host_identity()}. Use another backend between hosts."
+            )
+        try:
+            return _meet_rank_0(greeting, rank, size, own, deadline, name)
+        except OSError as error:
+            # After a restart by torchrun the store still has the address of a rank 0 that is gone.
+            if not isinstance(error, ConnectionRefusedError) or time.monotonic() > min(deadline, patience):
+                raise CommError(f"group {name!r}: rank {rank} cannot reach rank 0 on this host: {error}") from error
+            time.sleep(_LOOK)
+
+
+def _meet_rank_0(greeting: Mapping[str, str], rank: int, size: int, own: int, deadline: float, name: str) -> Meeting:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            _connect(connection, greeting["address"], deadline)
-            if _user_of(connection) != os.getuid():
-                raise CommError(f"group {name!r}: the process that says it is rank 0 belongs to another user")
-            hello = json.dumps({"token": greeting["token"], "rank": rank}).encode().ljust(_HELLO_BYTES)
-            socket.send_fds(connection, [hello], [own])
-            descriptors, cores = _receive_descriptors(connection, size + 1)
-        except OSError as error:
-            raise CommError(f"group {name!r}: rank {rank} cannot reach rank 0 on this host: {error}") from error
+        _connect(connection, greeting["address"], deadline)
+        if _user_of(connection) != os.getuid():
+            raise CommError(f"group {name!r}: the process that says it is rank 0 belongs to another user")
+        hello = json.dumps({"token": greeting["token"], "rank": rank}).encode().ljust(_HELLO_BYTES)
+        socket.send_fds(connection, [hello], [own])
+        descriptors, cores = _receive_descriptors(connection, size + 1)
     return Meeting(descriptors[0], descriptors[1:], cores)
 
 

@@ -240,7 +240,8 @@ def _train_on(
         raise KeyboardInterrupt
     if code != 0 or not results:
         sys.exit(code or 1)
-    return results[min(results)]
+    # Of those that were there from the start, if one has joined late.
+    return results[min(results, key=lambda rank: (results[rank]["resumed_at"], rank))]
 
 
 def _worker_command(config: TrainConfig) -> list[str]:

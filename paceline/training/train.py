@@ -290,8 +290,8 @@ class _Training:
 
     def _train(self, session: Session, started: float) -> None:
         session.stop_when(self.stop)
-        total_steps = self._total_steps(session)
-        last_step = total_steps if session.in_step else self.config.max_steps or math.inf
+        total_steps, generation = self._total_steps(session), session.generation
+        last_step = self.config.max_steps or math.inf
         examples = 0
         for _ in session.epochs(self.epochs):
             for inputs, targets in session.batches(self.problem.train, self.batch_size):
@@ -299,6 +299,8 @@ class _Training:
                     return
                 loss = self._step(session, inputs.to(self.device), targets.to(self.device))
                 examples += len(inputs) * session.world_size
+                if session.generation != generation:  # more workers make fewer steps
+                    total_steps, generation = self._total_steps(session), session.generation
                 if self.stop() and session.rank == 0 and not session.in_step:
                     session.save()  # the others continue until this worker has ended
                     raise KeyboardInterrupt
@@ -357,10 +359,12 @@ class _Training:
         return self.evaluated[1]
 
     def _evaluate_together(self, session: Session) -> tuple[float, float]:
-        rank, world_size = session.rank, session.world_size
-        *own, examples = evaluate(self.model, self.problem, self.device, rank=rank, world_size=world_size)
-        loss, value = session.mean(torch.tensor(own, dtype=torch.float64), examples=examples).tolist()
-        return loss, value
+        while True:
+            rank, world_size, generation = session.rank, session.world_size, session.generation
+            *own, examples = evaluate(self.model, self.problem, self.device, rank=rank, world_size=world_size)
+            loss, value = session.mean(torch.tensor(own, dtype=torch.float64), examples=examples).tolist()
+            if session.generation == generation:  # else the share of a worker that has died is missing
+                return loss, value
 
     def _evaluate_alone(self) -> tuple[float, float]:
         """Evaluate all test data on every worker: under a server a worker may die, and its share would be lost."""
