@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -45,7 +46,7 @@ class ElasticRule(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticPolicy(PeersPolicy):
+class ElasticPolicy(PeersPolicy, ABC):
     """The base of policies with a central average."""
 
     alpha: float | None = None  # how far a worker is pulled to the central average in an exchange
@@ -58,9 +59,9 @@ class ElasticPolicy(PeersPolicy):
     def check_processes(self, processes: int) -> None:
         self.rule(processes)
 
+    @abstractmethod
     def rule(self, workers: int) -> ElasticRule:
         """The rule for this many workers; raise if the exchange alone would make them diverge."""
-        raise NotImplementedError
 
     def _checked(self, rule: ElasticRule, workers: int) -> ElasticRule:
         # With u for the last move of z, the distance d of the workers' mean from z follows
