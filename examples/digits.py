@@ -27,6 +27,7 @@ def main() -> None:
         for x, y in session.batches(dataset, batch_size=64, epochs=10):
             with session.step() as step:
                 loss = loss_fn(model(x), y)
+                step.record(loss=loss)  # some policies follow it, such as ada-comm
                 loss.backward()
             if not step.cancelled:  # as some policies do with late work: then the block may have ended before its loss
                 last_loss = loss.item()
