@@ -156,4 +156,5 @@ def test_all_reduce_has_as_much_time_as_diloco() -> None:
 @pytest.mark.soak
 def test_a_gradual_warm_up_saves_a_large_batch_of_mnist(data_dir: Path) -> None:
     found = WarmUpStudy(rates=(0.08,), examples=12_000, seeds=3).run(StudyContext(data=data_dir))
-    assert any("gradual has a lower error than none: holds" in note for note in found.notes), found.notes
+    means = {row[1]: float(str(row[4]).split()[0]) for row in found.rows}
+    assert means["small batch"] < means["gradual"] < min(means["none"], means["constant"])
