@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import gc
 import os
 import subprocess
+import sys
 import threading
 import time
 import unittest.mock
@@ -32,6 +35,24 @@ torch.set_num_threads(1)
 # Times are noisy on shared machines, so no example has a deadline.
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("soak", deadline=None, max_examples=400)
+
+
+def one_at_a_time(function: Callable[..., T]) -> Callable[..., T]:
+    """The function, for one thread at a time."""
+    lock = threading.RLock()
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> T:
+        with lock:
+            return function(*arguments, **options)
+
+    return called
+
+
+# Python before 3.11.8 raises SystemError when two threads parse at once (CPython's issue 106905). Tests do: one thread
+# prints a traceback, which parses its lines, while another draws an example, and Hypothesis reads its source.
+if sys.version_info < (3, 11, 8):
+    ast.parse = one_at_a_time(ast.parse)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
