@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.sessions.timing import Timing
 
 __all__ = [
+    "EASGD",
     "POLICIES",
     "SMA",
     "SSP",
@@ -40,7 +41,9 @@ __all__ = [
     "DiLoCo",
     "DistributedDataParallel",
     "Downpour",
+    "Draco",
     "Gossip",
+    "GradientCoding",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",

@@ -7,6 +7,7 @@
   ``NonFiniteLossError``  the loss became NaN or infinite
   ``CommError``           other workers could not be reached, or did not do as this one (also a ``RuntimeError``)
     ``LostContactError``  an exchange with the other workers failed: one of them may have died
+    ``OutOfStepError``    the workers do not do the same, so their exchanges do not fit together
   ``WireError``           bytes from another process are not what they should be
 """
 
@@ -46,6 +47,10 @@ class CommError(PacelineError, RuntimeError):
 
 class LostContactError(CommError):
     """An exchange with the other workers failed: one of them may have died."""
+
+
+class OutOfStepError(CommError):
+    """The workers do not do the same, so their exchanges do not fit together."""
 
 
 class WireError(PacelineError):

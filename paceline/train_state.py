@@ -32,8 +32,16 @@ class TrainState:
     scaler: torch.amp.GradScaler | None = None
     clip_norm: float | None = None
     stateful: Mapping[str, Stateful] = field(default_factory=dict)
+    remembered: Optimizer | None = None  # what a server's aggregator remembers of each parameter, as its state
+
+    @property
+    def holders(self) -> list[Optimizer]:
+        """All that has state for parameters."""
+        return [*self.optimizers, self.remembered] if self.remembered is not None else [*self.optimizers]
 
     def clear_gradients(self) -> None:
+        if self.scaler is not None and self.scaler.is_enabled():
+            self.scaler._per_optimizer_states.clear()  # else gradients that never made a step count as unscaled
         for optimizer in self.optimizers:
             if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
                 optimizer.zero_grad()
@@ -82,6 +90,7 @@ class TrainState:
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "stateful": {name: thing.state_dict() for name, thing in self.stateful.items()},
+            **({"remembered": self.remembered.state_dict()} if self.remembered is not None else {}),
         }
 
     def mismatch(self, state: Mapping[str, Any]) -> str | None:
@@ -107,6 +116,8 @@ class TrainState:
             self.scaler.load_state_dict(state["scaler"])
         for name, thing in self.stateful.items():
             thing.load_state_dict(state["stateful"][name])
+        if self.remembered is not None and "remembered" in state:  # else it was saved under another aggregator
+            self.remembered.load_state_dict(state["remembered"])
 
     def has_unsaved_scheduler(self) -> bool:
         """Whether an optimizer seems to have a scheduler that is not saved."""

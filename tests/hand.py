@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.policies import ServerPolicy
-from paceline.policies.messages import Action, Cancel, Commit, Continue, Drop, Push, Send
+from paceline.policies.messages import Action, Cancel, Commit, Continue, Drop, Push, Send, Work
 from paceline.policies.state import ServerState
 
 
@@ -43,6 +43,9 @@ class Hand:
     dropped: Counter[Push] = field(default_factory=Counter)
     commits: list[Commit] = field(default_factory=list)
     cancelled: list[tuple[int, int]] = field(default_factory=list)  # worker, step
+    work: dict[tuple[int, int], Work] = field(default_factory=dict)  # worker and step -> what it is of a round
+    empty: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # round -> parts
+    failed: set[int] = field(default_factory=set)  # rounds in which a step came to nothing
     begun: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # worker -> its steps
 
     def __post_init__(self) -> None:
@@ -58,6 +61,24 @@ class Hand:
     def ask(self, worker: int) -> list[str]:
         self.workers[worker].computing = False
         return self._do(self.policy.asked(self.state, worker, self.at))
+
+    def skip(self, worker: int) -> list[str]:
+        """The worker's step comes to nothing."""
+        its = self.workers[worker]
+        its.computing = False
+        assert its.step is not None
+        if self.policy.coded:
+            self.failed.add(self.work[worker, its.step].round)
+        return self._do(self.policy.skipped(self.state, worker, self.at))
+
+    def idle(self, worker: int) -> list[str]:
+        """There is no batch for what the worker has to compute."""
+        its = self.workers[worker]
+        its.computing = False
+        assert its.step is not None
+        work = self.work[worker, its.step]
+        self.empty[work.round] |= {part for part, _ in work.parts}
+        return self._do(self.policy.idle(self.state, worker, self.at))
 
     def leave(self, worker: int) -> list[str]:
         if worker in self.workers:
@@ -114,8 +135,10 @@ class Hand:
                     self.committed.update(pushes)
                     self.commits.append(action)
                     self.version += 1
-                case Send(workers, step):
+                case Send(workers, step, work):
                     assert len(set(workers)) == len(workers) > 0
+                    assert len(work) == (len(workers) if self.policy.coded else 0)
+                    self.work.update({(worker, step): its for worker, its in zip(workers, work, strict=False)})
                     for worker in workers:
                         self._begin(worker, step, self.version)
                 case Continue(worker, step):

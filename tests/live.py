@@ -25,6 +25,7 @@ from paceline.server.live import CommitSummary, Host, LiveServer
 from paceline.server.work_queue import WorkQueue
 from paceline.sessions.nan_guard import OnNaN
 from paceline.sessions.worker import WorkerSession
+from paceline.store.commit_rule import CommitRule
 from paceline.train_state import TrainState
 from paceline.transport.connections import Connection
 from paceline.transport.listening import Heard, Listener, Peer
@@ -108,8 +109,8 @@ class Cluster:
         in_place_of: Cluster | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
-        self.train_state = train_state or weights_state()
         self.policy = cast(ServerPolicy, parse_policy(policy))
+        self.train_state = CommitRule.of(self.policy).remembering(train_state or weights_state())
         self.host: Any = host or Recorder()
         self.queue = queue or WorkQueue()
         self.workers = workers

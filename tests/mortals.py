@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import threading
 import time
 import traceback
@@ -99,7 +100,7 @@ class Mortals:
             self.formed[session.generation] = session.steps - len(session._data._since)
 
         with (
-            unittest.mock.patch("paceline.sessions.peers.take_seat", lambda *_: self._seat.value),
+            unittest.mock.patch("paceline.sessions.peers.take_seat", lambda *_: self._take_seat()),
             unittest.mock.patch.object(ReformingSession, "_go_on_with", noted),
         ):
             for worker in range(workers):
@@ -123,7 +124,7 @@ class Mortals:
 
     def _live(self, life: Life) -> None:
         log = RunLog(self.log)
-        self._seat.value = Seat(log, life.member, self._workers, 0, self._group_for(life.member))
+        self._seat.member, self._seat.sessions = life.member, itertools.count()
         try:
             life.result = self._work(life)
         except Killed as killed:
@@ -137,12 +138,16 @@ class Mortals:
         except BaseException as error:
             self._failures.append(error)
 
-    def _group_for(self, member: Member) -> Any:
+    def _take_seat(self) -> Seat:
+        member, session = self._seat.member, next(self._seat.sessions)
+        return Seat(RunLog(self.log), member, self._workers, session, self._group_for(member, session))
+
+    def _group_for(self, member: Member, session: int) -> Any:
         def make(formation: Formation, rank: int, check: Callable[[], None]) -> MortalGroup:
             from paceline.collectives.backend import ProcessGroup
 
-            store = c10d.PrefixStore(f"group {formation.number}", self._store)
-            name = f"group {formation.number}"
+            name = f"session {session}, group {formation.number}"
+            store = c10d.PrefixStore(name, self._store)
             group = ProcessGroup(store, rank, len(formation.members), TIMEOUT, name, watch=check)
             return MortalGroup(group, member, formation.number, self._fates)
 

@@ -137,7 +137,7 @@ def _train(session: WorkerSession, model: nn.Module, config: TrainConfig, proble
     for inputs, targets in session.batches(problem.train, problem.recipe.batch_size, epochs=problem.recipe.epochs):
         time.sleep(dice.choice([0, 0.001, 0.004]) * (1 + session.rank))
         with session.step() as step:
-            loss = loss_of(config, problem, model, inputs, targets)
+            loss = loss_of(config, problem, model, inputs, targets, worker=session.rank)
             step.record(loss=loss)
             loss.backward()  # type: ignore[no-untyped-call]
 

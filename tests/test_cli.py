@@ -75,6 +75,19 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "delay that kills": (["train", "--workers", "2", "--delay", "1 fails(0, 5)"], "fails.*kill"),
     "delay's unit": (["train", "--delay", "1", "--delay-unit", "40"], "40 has no unit"),
     "unit without a delay": (["train", "--delay-unit", "40ms"], '--delay "1.exp.0.5." --delay-unit 40ms'),
+    "attack": (["train", "--attack", "sine-flip", "--hostile", "1"], "no attack called 'sine-flip'. Did you mean"),
+    "attack of nobody": (["train", "--attack", "sign-flip"], "at least 1 hostile worker, got 0; for example --hostile"),
+    "hostile for nothing": (["train", "--hostile", "1"], "1 hostile workers want an attack; for example --attack"),
+    "more hostile workers than workers": (
+        ["train", "--workers", "2", "--attack", "sign-flip", "--hostile", "3"],
+        "wanted 3 hostile workers, found 2 workers",
+    ),
+    "hostile virtual workers": (
+        ["simulate", "--problem", "digits", "--workers", "2,8", "--attack", "sign-flip", "--hostile", "3"],
+        "wanted 3 hostile workers, found 2",
+    ),
+    "attack without a problem": (["simulate", "--attack", "sign-flip"], "--attack is for runs with a problem"),
+    "normalised text": (["train", "logistic", "--normalise"], "no images to normalise"),
     "servers for a small model": (
         ["train", "quadratic", "--workers", "2", "--policy", "async", "--servers", "9"],
         "1 trained tensors cannot be dealt out to 9 servers",
@@ -226,6 +239,7 @@ def test_bf16_trains_and_is_not_fp32(paceline: Any, tmp_path: Path) -> None:
         ["--warmup", "gradual", "--warmup-start", "0.1", "--warmup-epochs", "1", "--decay", "cosine"],
         ["--decay", "step", "--decay-epochs", "0.5,1.5", "--base-batch", "256"],
         ["--optimizer", "lbfgs(max_iter=2)"],
+        ["--attack", "gaussian(deviation=3)", "--hostile", "1"],
     ],
 )
 def test_resuming_takes_the_options_of_the_run(options: list[str], paceline: Any, tmp_path: Path) -> None:

@@ -262,7 +262,8 @@ SERVER_POLICIES = sorted(name for name, policy in POLICIES.items() if issubclass
 
 @pytest.mark.parametrize("policy", ["all-reduce", *(name for name in SERVER_POLICIES if name != "ada-sync")])
 def test_the_same_seed_is_the_same_run(policy: str) -> None:
-    needed = {"ssp": "(bound=1)", "downpour": "(period=2)"}
+    needed = {"ssp": "(bound=1)", "downpour": "(period=2)", "gradient-coding": "(stragglers=1)", "draco": "(faulty=1)"}
+    needed["easgd"] = "(period=2, alpha=0.4)"
     text = policy + needed.get(policy, "(k=3)" if policy.startswith("k-") else "")
     first, again, other = (as_record(run(text, commits=60, seed=seed)) for seed in (1, 1, 2))
     assert json.dumps(first) == json.dumps(again) != json.dumps(other)

@@ -22,6 +22,7 @@ from paceline.store.double_buffer import DoubleBuffer, read_note
 from paceline.store.gathering import adopt
 from paceline.store.layout import ModelLayouts
 from paceline.store.memory import HEAD, SharedMemory
+from paceline.store.remembered import Remembered
 from paceline.train_state import TrainState
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -70,14 +71,18 @@ KEPT = list(OPTIMIZERS)
 
 
 class Server:
-    """A model whose updates are kept in a double buffer; the gradients of an update depend on its number alone."""
+    """A model whose updates are kept in a double buffer.
+
+    The gradients of an update depend on its number, and on what an aggregator remembers of those before.
+    """
 
     def __init__(self, file: int, optimizer: str, size: int = 40) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, size), nn.BatchNorm1d(size), nn.Linear(size, 2))
         made = OPTIMIZERS[optimizer](model.parameters())
         schedulers = [StepLR(made, 3, 0.9)] if optimizer != "forgets" else []  # which change the rates at every step
-        self.train_state = TrainState(model=model, optimizers=[made], schedulers=schedulers)
+        self.remembered = Remembered(model.parameters())
+        self.train_state = TrainState(model=model, optimizers=[made], schedulers=schedulers, remembered=self.remembered)
         layouts = ModelLayouts(model)
         memory = SharedMemory(file, down=layouts.down.nbytes, up=layouts.up.nbytes, slots=1, create=True)
         self.double_buffer = DoubleBuffer(file, self.train_state, memory.down, HEAD)
@@ -95,7 +100,7 @@ class Server:
         self.double_buffer.before_update()
         torch.manual_seed(self.version)
         for parameter in self.train_state.model.parameters():
-            parameter.grad = torch.randn_like(parameter)
+            parameter.grad = self.remembered.of(parameter).mul_(0.5).add_(torch.randn_like(parameter)).clone()
         self.train_state.update()
         for buffer in self.train_state.model.buffers():
             buffer += 1

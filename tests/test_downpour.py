@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from paceline.errors import UsageError
 from paceline.policies import parse_policy
 from paceline.problems import load_problem
-from paceline.server.local_steps import LocalSteps
+from paceline.server.local_steps import DifferenceSteps
 from paceline.sessions.worker import WorkerSession
 from paceline.store.commit_rule import CommitRule
 from paceline.train_state import TrainState
@@ -113,8 +113,12 @@ def test_what_corrects_gradients_is_refused() -> None:
 @pytest.mark.parametrize("period", [2, 4, 50])
 def test_every_sample_is_used_once_an_epoch(period: int) -> None:
     def work(session: WorkerSession, own: TrainState) -> Tensor:
+        epochs = 0
         for _ in session.epochs(3):
             counting(session, own.model, session.batches(samples(COUNT), BATCH))
+            epochs += 1
+        if not epochs:  # it was so slow to come that the others had used all data, and has read nothing
+            session.refresh()
         return next(own.model.parameters()).detach().clone()
 
     with Cluster(f"downpour(period={period})", plain(Seen(COUNT)), workers=3) as cluster:
@@ -227,17 +231,18 @@ def test_a_worker_that_joins_again_remembers_nothing() -> None:
 # Local steps by themselves -------------------------------------------------------------------------------------------
 
 
-def step(local: LocalSteps, model: nn.Linear, version: int = 0) -> float:
+def step(local: DifferenceSteps, model: nn.Linear, version: int = 0) -> float:
     """Make a step with a gradient of 1; give by how much the parameter went down."""
     before = float(model.weight.detach())
+    local.begin(version)
     model.weight.grad = torch.ones_like(model.weight)
-    local.step(version)
+    local.step()
     return before - float(model.weight.detach())
 
 
 def test_workers_that_share_a_model_have_their_own_momentum() -> None:
     model = nn.Linear(1, 1, bias=False)
-    local = LocalSteps(momentum(model))
+    local = DifferenceSteps(momentum(model))
     found = []
     for worker in (0, 0, 7, 0, 7):
         local.become(worker)
@@ -250,7 +255,7 @@ def test_workers_that_share_a_model_have_their_own_momentum() -> None:
 
 def test_what_was_pushed_is_not_undone() -> None:
     model = nn.Linear(1, 1, bias=False)
-    local = LocalSteps(momentum(model))
+    local = DifferenceSteps(momentum(model))
     assert [step(local, model), step(local, model)] == pytest.approx([1, 1.5])
     assert local.end()
     local.undo()  # of a step that was cancelled before it had made any
@@ -261,7 +266,7 @@ def test_what_was_pushed_is_not_undone() -> None:
 
 def test_what_adagrad_is_made_with_is_there_again() -> None:
     model = nn.Linear(1, 1, bias=False)
-    local = LocalSteps(TrainState(model=model, optimizers=[Adagrad(model.parameters(), lr=1.0)]))
+    local = DifferenceSteps(TrainState(model=model, optimizers=[Adagrad(model.parameters(), lr=1.0)]))
     first = [step(local, model), step(local, model)]
     local.forget()
     assert [step(local, model), step(local, model)] == pytest.approx(first)
@@ -274,7 +279,7 @@ def test_the_rate_is_that_of_the_version_also_if_the_server_has_gone_back() -> N
     model = nn.Linear(1, 1, bias=False)
     optimizer = SGD(model.parameters(), lr=1.0)
     schedulers = [LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=10)]
-    local = LocalSteps(TrainState(model=model, optimizers=[optimizer], schedulers=schedulers))
+    local = DifferenceSteps(TrainState(model=model, optimizers=[optimizer], schedulers=schedulers))
     found = []
     for version in (3, 7, 2, 2):
         found.append(step(local, model, version))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline.store.gathering import examine, fill_push
-from paceline.store.in_place import Gradients, Parameters
+from paceline.store.in_place import Gradients, Parameters, with_differences
 from paceline.store.layout import Arena, ModelLayouts, memory_of
 from paceline.transport.pieces import Pieces
 
@@ -105,3 +105,19 @@ def test_only_what_lies_aside_is_untouched_until_it_is_taken() -> None:
     for place in parameters.in_model().stretches:
         place[:] = bytes(len(place))
     assert not weight.any()
+
+
+@settings(max_examples=40)
+@given(entries=entries)
+def test_differences_are_sent_in_place_of_the_trained_parameters(
+    entries: list[tuple[int, torch.dtype, bool]],
+) -> None:
+    model = Mixed(entries)
+    layouts = ModelLayouts(model)
+    memory = torch.randint(256, (layouts.down.nbytes,), dtype=torch.uint8)
+    push = Arena(layouts.up, torch.randint(256, (layouts.up.nbytes,), dtype=torch.uint8))
+    wanted = memory.clone()
+    places = zip(layouts.parameters, layouts.down.views(wanted), strict=False)
+    for view, difference in zip((view for each, view in places if each.requires_grad), push.views, strict=False):
+        view.view(torch.uint8).copy_(difference.view(torch.uint8))
+    assert bytes_of(with_differences(layouts, memory, push)) == bytes(wanted.tolist())

@@ -129,6 +129,55 @@ Path("left").touch()
     assert run(bench, source, 2, server=ServerOptions(respawn=True)).code == 0
 
 
+def test_who_comes_too_late_does_not_end_the_session_after_it(bench: Bench) -> None:
+    """Its own session is over. The others are in the next one, which goes on without it."""
+    source = """
+if rank == 1 and place.incarnation == 0:
+    wait_for("joined-0"), wait_for("joined-2")
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:
+    wait_for("next-0"), wait_for("next-2")
+    report("left")
+    Path("late.partial").write_text(str(os.getpid()))
+    Path("late.partial").rename("late")
+    sys.exit(0)
+Path(f"joined-{rank}").touch()
+wait_for_death(1)
+report("left")
+report("joined", survives=True)
+Path(f"next-{rank}").touch()
+wait_for("late")
+while Path("/proc", Path("late").read_text()).exists():
+    time.sleep(0.005)
+time.sleep(0.2)  # the supervisor has seen its end
+report("left")
+"""
+    ended = run(bench, source, server=ServerOptions(respawn=True))
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(130)"])
+def test_who_ends_while_all_stop_is_not_waited_for(bench: Bench, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has told of a signal and saved; another ends meanwhile, and a third is to save without it."""
+    monkeypatch.setattr("paceline.launch.supervisor._TIME_TO_SAVE", 5.0)
+    source = f"""
+if rank == 0:
+    report("interrupted", step=3, saved=None, signal=15)
+    sys.exit(130)
+if rank == 1:
+    wait_for("waiting")
+    {end}
+time.sleep(0.3)
+Path("waiting").touch()
+wait_for_death(1)
+Path("saved").touch()
+sys.exit(130)
+"""
+    ended = run(bench, source)
+    assert ended.code == 143 and "worker 0 was asked to stop by SIGTERM" in ended.err
+    assert (bench.directory / "saved").exists()
+
+
 TRAINING = """
 import json, torch, paceline
 from torch import nn

@@ -317,6 +317,17 @@ def test_an_epoch_that_is_broken_off_after_a_step(pair: Pair, last: int) -> None
     assert times_used(pair.cluster) == [2.0] * COUNT
 
 
+def test_epochs_that_are_broken_off_are_counted(pair: Pair) -> None:
+    epochs = []
+    for _ in pair.session.epochs(3):
+        for _ in handed_out(pair):
+            with pair.session.step():
+                torch.autograd.backward(pair.own.model(torch.arange(4)).mean())
+            break
+        epochs.append(pair.session.epoch)
+    assert epochs == [0, 1, 2]
+
+
 def test_options_of_a_loader_that_have_no_effect_are_named_once(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     loader = DataLoader(samples(COUNT), 6, num_workers=2, pin_memory=True)
     for _ in pair.session.epochs(2):

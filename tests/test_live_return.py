@@ -132,7 +132,19 @@ def test_a_worker_comes_back_after_computing(cluster: Cluster, network: Network,
     assert times_used(cluster) == [1.0] * COUNT
 
 
-@pytest.mark.parametrize("policy", ["sync", "k-sync(k=2)", "k-batch-async(k=3)", "ssp(bound=1)", "downpour(period=3)"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "sync",
+        "k-sync(k=2)",
+        "k-batch-async(k=3)",
+        "ssp(bound=1)",
+        "downpour(period=3)",
+        "gradient-coding(stragglers=1)",
+        "easgd(period=3, alpha=0.4, order=round-robin)",
+        "draco(faulty=1)",
+    ],
+)
 def test_connections_that_are_lost_again_and_again(policy: str) -> None:
     workers, epochs = 3, 6
     begun = threading.Event()  # with the cutting: nobody is done before that
@@ -176,8 +188,10 @@ def test_connections_that_are_lost_again_and_again(policy: str) -> None:
             network.close()
     if cluster.policy.kind is PushKind.GRADIENT:
         assert times_used(cluster) == [float(epochs)] * COUNT
-    else:  # a step takes half of 1 off the parameters of its two samples
+    elif cluster.policy.kind is PushKind.DIFFERENCE:  # a step takes half of 1 off the parameters of its two samples
         assert (-2 * cast(Seen, cluster.train_state.model).seen).tolist() == [float(epochs)] * COUNT
+    else:  # what one that joins again had of its own is gone
+        assert cluster.queue.finished(epochs) and cluster.queue.epoch == epochs
     assert sum(network.connections for network in networks) > workers
 
 

@@ -105,9 +105,21 @@ def work(session: WorkerSession, own: TrainState) -> None:
     train(session, own.model, samples(COUNT), batch_size=2, epochs=EPOCHS)
 
 
-@pytest.mark.parametrize("policy", ["sync", "k-sync(k=1)", "k-batch-sync(k=4)", "k-batch-async(k=3)", "async"])
+@pytest.mark.parametrize(
+    ("policy", "later"),
+    [
+        ("sync", "sync"),
+        ("k-sync(k=1)", "k-sync(k=1)"),
+        ("k-batch-sync(k=4)", "k-batch-sync(k=4)"),
+        ("k-batch-async(k=3)", "k-batch-async(k=3)"),
+        ("async", "async"),
+        ("gradient-coding(stragglers=1)", "gradient-coding(stragglers=1)"),
+        ("sync", "async"),
+        ("k-batch-async(k=3)", "gradient-coding(stragglers=1)"),
+    ],
+)
 @pytest.mark.parametrize("commits", [1, 2, 4])
-def test_a_run_goes_on_where_its_server_was_stopped(tmp_path: Path, policy: str, commits: int) -> None:
+def test_a_run_goes_on_where_its_server_was_stopped(tmp_path: Path, policy: str, later: str, commits: int) -> None:
     """With pushes that wait for a commit, and steps under way; every sample is used once an epoch all the same."""
     used = torch.zeros(COUNT)
     all_joined = threading.Barrier(WORKERS)  # one that came later would look for a server that is gone
@@ -121,7 +133,7 @@ def test_a_run_goes_on_where_its_server_was_stopped(tmp_path: Path, policy: str,
         host.then = lambda: cluster.stop() if len(host.commits) >= commits else None
         cluster.run([seen_state(COUNT) for _ in range(WORKERS)], work_until_told_to_stop)
     used += torch.tensor(times_used(cluster))
-    with Watched(tmp_path, seen_state(COUNT), policy, resume=True) as host, host.cluster() as cluster:
+    with Watched(tmp_path, seen_state(COUNT), later, resume=True) as host, host.cluster() as cluster:
         assert host.steps >= commits
         cluster.run([seen_state(COUNT) for _ in range(WORKERS)], work)
         cluster.wait_for_end()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
-from paceline.errors import NonFiniteLossError, UsageError
+from paceline.errors import NonFiniteLossError, PacelineError, UsageError
 from paceline.sessions.worker import WorkerSession
 from paceline.train_state import TrainState
 
@@ -267,3 +267,21 @@ def test_a_grad_scaler(enabled: bool) -> None:
                     backward(own.scaler.scale(own.model(inputs).square().mean()))
             torch.manual_seed(0)
             torch.testing.assert_close(own.model.weight, expected())
+
+
+def test_workers_that_wait_for_different_means_are_told_so() -> None:
+    """One has used up an epoch, the other is still in it: a mean of both would never be."""
+
+    def work(session: WorkerSession, own: TrainState) -> None:
+        batches = session.batches(DATA, 12)
+        if session.rank == 0:
+            for inputs, _ in batches:
+                with session.step():
+                    torch.autograd.backward(own.model(inputs).mean())
+        session.mean(1.0)
+
+    with (
+        pytest.raises(PacelineError, match="all workers wait for means, and not for the same one"),
+        Cluster("async", train_state()) as cluster,
+    ):
+        cluster.run([train_state() for _ in range(2)], work)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as package
 from paceline.aggregators import AGGREGATORS
+from paceline.attacks import ATTACKS
 from paceline.commands.cli import cli
 
 README = REPOSITORY / "README.md"
@@ -122,9 +123,13 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("page", "there"),
-    [("README.md", [*package.POLICIES]), ("docs/policies.md", [*package.POLICIES, *AGGREGATORS])],
+    [
+        ("README.md", [*package.POLICIES]),
+        ("docs/policies.md", [*package.POLICIES, *AGGREGATORS]),
+        ("docs/command.md", [*ATTACKS]),
+    ],
 )
-def test_the_tables_have_the_policies_and_aggregators_that_exist(page: str, there: list[str]) -> None:
+def test_the_tables_have_what_exists(page: str, there: list[str]) -> None:
     rows = re.findall(r"^\| (`.*?) \|", (REPOSITORY / page).read_text(), re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`([\w-]+)", row)]
     assert sorted(named) == sorted(there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from same_bits import assert_same
 from torch import nn
 from torch.optim import SGD
 
 from paceline.aggregators import parse_aggregator
 from paceline.policies.messages import mean_weights
+from paceline.record.state_tree import pack, unpack
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt
 from paceline.store.layout import Arena, ModelLayouts
@@ -47,8 +50,9 @@ class Stored:
         self.layouts = ModelLayouts(self.model, with_reads=rule.with_reads)
         memory = torch.zeros(self.layouts.down.nbytes, dtype=torch.uint8)
         adopt(self.layouts, memory)
-        state = TrainState(model=self.model, optimizers=[SGD(self.model.parameters(), lr=1.0, momentum=momentum)])
-        self.store = ParameterStore(state, self.layouts, memory, rule)
+        optimizer = SGD(self.model.parameters(), lr=1.0, momentum=momentum)
+        self.train_state = rule.remembering(TrainState(model=self.model, optimizers=[optimizer]))
+        self.store = ParameterStore(self.train_state, self.layouts, memory, rule)
         self.slot = Arena(self.layouts.up, torch.zeros(self.layouts.up.nbytes, dtype=torch.uint8))
 
     def push(
@@ -238,9 +242,122 @@ def test_gradients_are_corrected_for_what_has_changed_since_they_were_read(pushe
 @given(numbers=st.lists(st.floats(-1e4, 1e4, width=16), min_size=1, max_size=4))
 def test_gradients_of_the_newest_parameters_are_not_corrected(dtype: torch.dtype, numbers: list[float]) -> None:
     found = []
-    for aggregator in ("mean", "delay-compensated(scale=2.0)"):
+    for aggregator in ("mean", "delay-compensated(scale=2.0)", "delay-compensated(scale=2.0, momentum=0.5)"):
         stored = Stored(adds_up=False, aggregator=aggregator, dtype=dtype)
         for number in numbers:
             stored.store.commit([Share(stored.push(0, number, alone=True), 1.0)])
         found.append(stored.model.one.detach())
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@given(
+    pushes=st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6),
+    scale=st.floats(0, 2, width=32),
+    momentum=st.floats(0, 0.99),
+)
+def test_a_scale_that_adapts_follows_the_mean_of_the_squares(
+    pushes: list[float], scale: float, momentum: float
+) -> None:
+    """As above, by the equations of DC-ASGD-a."""
+    stored = Stored(adds_up=False, aggregator=f"delay-compensated(scale={scale}, momentum={momentum})")
+    wanted, mean_square = np.float64(0.0), 0.0
+    for worker, number in enumerate(pushes):
+        stored.push(worker, number)
+    for worker, number in enumerate(pushes):
+        stored.store.commit([Share(PushKey(worker, step=10 + worker), 1.0)])
+        mean_square = momentum * mean_square + (1 - momentum) * number**2
+        wanted -= number + scale / math.sqrt(mean_square + 1e-7) * number * number * (wanted - 0.0)
+    np.testing.assert_allclose(stored.model.one.detach().numpy(), [wanted] * 3, rtol=1e-3, atol=1e-3)
+
+
+REMEMBERING = "delay-compensated(scale=2.0, momentum=0.75)"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@given(numbers=st.lists(st.floats(-2, 2, width=16), min_size=2, max_size=6), saved_after=st.integers(0, 6))
+def test_what_an_aggregator_remembers_is_saved_and_loaded(
+    dtype: torch.dtype, numbers: list[float], saved_after: int
+) -> None:
+    def commit(stored: Stored, worker: int) -> None:
+        """Of a gradient that is one commit old."""
+        key = stored.push(worker, numbers[worker])
+        stored.model.one.data.add_(0.5)
+        stored.store.commit([Share(key, 1.0)])
+
+    undisturbed, first, second = (Stored(adds_up=False, dtype=dtype, aggregator=REMEMBERING) for _ in range(3))
+    for worker in range(len(numbers)):
+        commit(undisturbed, worker)
+        commit(first if worker < saved_after else second, worker)
+        if worker + 1 == saved_after:
+            tree, tensors = pack(first.train_state.state_dict())
+            state = unpack(json.loads(json.dumps(tree)), tensors)
+            assert second.train_state.mismatch(state) is None
+            second.train_state.load_state_dict(state)
+            first.model.one.data.fill_(77)  # nothing is shared
+            for tensor in first.train_state.holders[-1].state.values():
+                tensor["remembered"].fill_(77)
+    last = first if len(numbers) < saved_after else second
+    assert_same(last.train_state.state_dict(), undisturbed.train_state.state_dict())
+
+
+def test_a_push_without_gradients_of_a_parameter_leaves_what_is_remembered_of_it() -> None:
+    stored = Stored(adds_up=False, aggregator=REMEMBERING)
+    stored.store.commit([Share(stored.push(0, 2.0), 1.0)])
+    stored.store.commit([Share(stored.push(0, 0.0, used=b"\1"), 1.0)])
+    holder = stored.train_state.holders[-1]
+    found = [holder.state[parameter]["remembered"].tolist() for parameter in (stored.model.one, stored.model.other)]
+    assert found == [[0.75] * 3, [1.0] * 3]
+
+
+def test_a_run_goes_on_under_another_aggregator() -> None:
+    """What one remembers is dropped, or is not there yet."""
+    remembering, other = Stored(adds_up=False, aggregator=REMEMBERING), Stored(adds_up=False)
+    for stored in (remembering, other):
+        stored.store.commit([Share(stored.push(0, 2.0), 1.0)])
+    for one, another in ((remembering, other), (other, remembering)):
+        state = one.train_state.state_dict()
+        assert another.train_state.mismatch(state) is None
+        another.train_state.load_state_dict(state)
+        another.store.commit([Share(another.push(0, 1.0), 1.0)])
+
+
+# Aggregators that compare pushes in pairs ----------------------------------------------------------------------------
+
+
+def test_the_chosen_push_is_taken_as_it_is_with_its_buffers() -> None:
+    stored = Stored(adds_up=False, aggregator="krum(faulty=0)")
+    keys = [stored.push(worker, number, used=b"\1") for worker, number in enumerate((0.1, 0.3, 900.0, 0.35))]
+    shares = [Share(key, 0.25) for key in keys]
+    weighed = stored.store.weigh(shares, [stored.store.compare(shares)])
+    assert weighed == [Share(key, float(key.worker == 1)) for key in keys]
+    stored.store.combine(weighed)
+    assert stored.model.one.grad is not None and stored.model.other.grad is None
+    number = torch.tensor(0.3)
+    assert torch.equal(stored.model.one.grad, number.expand(3)) and torch.equal(stored.model.mean, number.expand(2))
+    assert int(stored.model.count) == 1
+
+
+@pytest.mark.parametrize("aggregator", ["krum(faulty=0)", "geometric-median"])
+def test_too_few_pushes_to_compare_change_nothing(aggregator: str) -> None:
+    stored = Stored(adds_up=True, aggregator=aggregator, momentum=0.5)
+    for numbers in ([1.0], [1.0, 2.0]):
+        for worker, number in enumerate(numbers):
+            stored.push(worker, number)
+        stored.store.commit()
+    stored.store.commit([Share(stored.push(0, 1.0), 0.0)])
+    assert stored.model.one.tolist() == [0.0] * 3 and stored.model.mean.tolist() == [0.0] * 2
+    for worker in range(3):
+        stored.push(worker, 2.0, examples=0 if worker == 2 else 1)
+    stored.store.commit()
+    assert stored.model.one.tolist() == [0.0] * 3, "the third has no examples, and so no weight"
+
+
+def test_pushes_are_compared_without_their_buffers_and_gaps() -> None:
+    stored = Stored(adds_up=True, aggregator="krum(faulty=0)")
+    keys = []
+    for worker in range(3):
+        for flat in stored.slot.flat:
+            flat.fill_(100 * worker)
+        keys.append(stored.push(worker, float(worker)))
+    rows = stored.store.compare([Share(key, 1 / 3) for key in keys])
+    assert rows.tolist() == [[3.0, 12.0, 3.0]] * 2

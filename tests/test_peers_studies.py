@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.problems import load_problem
-from paceline.studies import DiLoCoStudy, LocalSGDStudy, ScalingStudy, SMAStudy, Study, StudyContext, WarmUpStudy
+from paceline.studies import (
+    AdversariesStudy,
+    BatchesOrLearnersStudy,
+    DiLoCoStudy,
+    EASGDStudy,
+    EffectiveBatchStudy,
+    LocalSGDStudy,
+    ScalingStudy,
+    SMAStudy,
+    StalenessStudy,
+    Study,
+    StudyContext,
+    StudyResult,
+    WarmUpStudy,
+)
 from paceline.studies.arms import Arm, Trial, Trials, first, run_arms
 from paceline.studies.intervals import interval, verdict
 from paceline.virtual.plan import Point, TrainingOutcome
@@ -98,6 +112,28 @@ def test_arms_train_for_their_epochs_on_the_same_examples() -> None:
         first(problem.train, 101)
 
 
+def test_arms_of_a_server_make_the_commits_of_their_epochs() -> None:
+    problem = load_problem("digits")
+    problem = dataclasses.replace(problem, train=first(problem.train, 96), test=first(problem.test, 50))
+    policies = {
+        "sync": 2,
+        "k-sync(k=2)": 3,
+        "k-batch-async(k=2)": 3,
+        "async": 6,
+        "downpour(period=3)": 2,
+        "gradient-coding(stragglers=1)": 2,
+    }
+    arms = [
+        dataclasses.replace(ARM, name=policy, policy=policy, batch_size=16, workers=3, attack="constant", hostile=1)
+        for policy in policies
+    ]
+    trials = run_arms(arms, problem, 1, StudyContext())
+    assert {each.arm.name: each.last.commits for each in trials.done} == policies
+    honest = run_arms([dataclasses.replace(ARM, batch_size=16, workers=3, policy="sync")], problem, 1, StudyContext())
+    assert trials.done[0].outcome.run.seconds == honest.done[0].outcome.run.seconds
+    assert trials.done[0].last.loss > 2 * honest.done[0].last.loss
+
+
 # The studies --------------------------------------------------------------------------------------------------
 
 
@@ -105,20 +141,70 @@ def test_arms_train_for_their_epochs_on_the_same_examples() -> None:
     ("kind", "options", "complaint"),
     [
         (WarmUpStudy, {"workers": 0}, "workers must be at least 1"),
-        (WarmUpStudy, {"rates": (0.1, 0.1)}, "named twice"),
+        (WarmUpStudy, {"rates": (0.1, 0.1)}, "different numbers"),
         (WarmUpStudy, {"rates": (-0.1,)}, "above 0"),
         (LocalSGDStudy, {"rate": 0.0}, "rate must be above 0"),
         (LocalSGDStudy, {"seeds": 0}, "seeds must be at least 1"),
-        (ScalingStudy, {"workers": ()}, "needs workers and policies"),
-        (ScalingStudy, {"workers": (2, 2)}, "named twice"),
+        (EffectiveBatchStudy, {"every": (1, 2)}, "numbers from 2"),
+        (EffectiveBatchStudy, {"every": (2, 2)}, "different numbers"),
+        (EffectiveBatchStudy, {"rate": math.nan}, "rate must be above 0"),
+        (ScalingStudy, {"workers": ()}, "different numbers from 1"),
+        (ScalingStudy, {"policies": ("gossip", "gossip")}, "different policies"),
         (SMAStudy, {"learners": (1,)}, "numbers from 2"),
         (SMAStudy, {"rates": ()}, "numbers above 0"),
+        (DiLoCoStudy, {"rate": math.inf}, "above 0 and finite"),
         (DiLoCoStudy, {"every": 0}, "every must be at least 1"),
+        (AdversariesStudy, {"attacks": ("sine-flip",)}, "Did you mean 'sign-flip'"),
+        (AdversariesStudy, {"hostile": 9}, "wanted 9 hostile workers of 8"),
+        (AdversariesStudy, {"defences": ("median",)}, "defences with mean, that of the clean run"),
+        (StalenessStudy, {"rates": (0.2, 0.1)}, "numbers above 0 that grow"),
+        (EASGDStudy, {"periods": (4, 4)}, "periods are different numbers above 0"),
+        (EASGDStudy, {"momenta": (0.0,)}, "momenta are different numbers above 0"),
+        (BatchesOrLearnersStudy, {"ks": (2, 9)}, "ks are different numbers from 1 to 8"),
+        (BatchesOrLearnersStudy, {"rates": (0.0,)}, "rates are numbers above 0"),
     ],
 )
 def test_mistakes(kind: type[Study], options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         kind(**options)
+
+
+def test_a_defence_bears_an_attack_if_it_loses_little_with_certainty() -> None:
+    study = AdversariesStudy(attacks=("sign-flip", "label-flip"), defences=("mean", "median"), seeds=2)
+    values = {
+        ("none", "mean"): (0.9, 0.91),
+        ("none", "median"): (0.9, 0.9),
+        ("sign-flip", "mean"): (0.1, 0.11),
+        ("sign-flip", "median"): (0.895, 0.905),
+        ("label-flip", "mean"): (0.9, 0.8),
+        ("label-flip", "median"): (0.9, 0.91),
+    }
+    done = [trial(study._arm(*cell), seed, 0.1, found[seed]) for seed in range(2) for cell, found in values.items()]
+    assert study._verdicts(Trials(done=tuple(done), interrupted_at=None)) == [
+        "mean: fails under sign-flip (80.00 +- 0.00); nothing is shown under label-flip (5.50 +- 69.88).",
+        "median: bears sign-flip (0.50 +- 0.00), label-flip (0.00 +- 0.00).",
+    ]
+    assert study._row("label-flip", Trials(done=tuple(done[:5]), interrupted_at="x"))[1:] == ("90.00", None)
+
+
+def test_rates_at_which_something_helps() -> None:
+    study = StalenessStudy(rates=(0.1, 0.2), seeds=2)
+    values = {
+        ("async", 0.1): (0.8, 0.8),
+        ("async", 0.2): (0.2, 0.3),
+        ("staleness-aware", 0.1): (0.7, 0.7),
+        ("staleness-aware", 0.2): (0.8, 0.9),
+        ("DC-ASGD-a", 0.1): (0.7, 0.9),
+        ("DC-ASGD-a", 0.2): (0.1, 0.2),
+    }
+    done = [trial(study._arm(*line), seed, 0.1, found[seed]) for seed in range(2) for line, found in values.items()]
+    found = study._verdicts(Trials(done=tuple(done), interrupted_at=None))
+    beside = "Beside async at the same rate, the error of"
+    assert f"{beside} staleness-aware is lower at 0.2; higher at 0.1." in found
+    assert f"{beside} DC-ASGD-a is higher at 0.2; not shown to differ at 0.1." in found
+    assert "staleness-aware (rate 0.2) has a lower error than async (rate 0.1): not shown" in found[0]
+    assert "async turns unstable at rate 0.2." in found and "staleness-aware is stable at all rates." in found
+    assert not any("DC-ASGD-c" in line for line in found)
 
 
 @pytest.mark.parametrize("after", [1, 60])
@@ -141,14 +227,42 @@ def test_breaking_off_keeps_what_is_done(after: int, monkeypatch: pytest.MonkeyP
     assert len(found.rows) == 2 and len(found.series) == len(found.rows)
 
 
+def table_of(found: StudyResult) -> list[dict[str, Any]]:
+    names = [column.name for column in found.columns]
+    return [dict(zip(names, row, strict=True)) for row in found.rows]
+
+
+def test_local_steps_and_larger_batches_have_equal_examples_and_messages() -> None:
+    study = EffectiveBatchStudy(
+        problem="digits", model="net2", examples=128, workers=2, batch_size=8, every=(4, 2), rate=0.1, epochs=1, seeds=1
+    )
+    first, *rows = table_of(study.run(StudyContext()))
+    assert (first["H"], first["algorithm"], first["batch of all"]) == (1, "both", 16)
+    assert [row["H"] for row in rows] == [2] * 4 + [4] * 4
+    for row in rows:
+        local = row["algorithm"] == "local SGD"
+        assert row["batch of all"] == (16 if local else 16 * row["H"])
+        assert row["MB sent"] == pytest.approx(first["MB sent"] / row["H"], rel=0.05)
+    assert [row["rate"] for row in rows[4:]] == pytest.approx([0.1, 0.1, 0.2, 0.4])
+
+
+def test_local_sgd_is_compared_with_the_best_rate_of_the_mini_batch() -> None:
+    study = EffectiveBatchStudy(every=(2,), seeds=2)
+    both, local, *others = study._lines().values()
+    values = {both: 0.9, local: 0.6, **dict(zip(others, (0.3, 0.5, 0.4), strict=True))}
+    trials = [trial(arm, seed, 0.1, value + seed / 100) for seed in range(2) for arm, value in values.items()]
+    (note,) = study._verdicts(Trials(done=tuple(trials), interrupted_at=None))
+    assert note.startswith("With H = 2 local SGD has a higher test accuracy than mini-batch, rate x sqrt(H): holds")
+    assert study._verdicts(Trials(done=tuple(trials[:3]), interrupted_at="x")) == []
+
+
 def test_all_reduce_has_as_much_time_as_diloco() -> None:
     study = DiLoCoStudy(problem="digits", model="net1", workers=2, every=5, steps=20, link="1kB/s", seeds=1, judges=50)
     found = study.run(StudyContext())
-    names = [column.name for column in found.columns]
-    rows = {str(row[0]): dict(zip(names, row, strict=True)) for row in found.rows}
+    rows = {row["algorithm"]: row for row in table_of(found)}
     seconds = {name: row["virtual s"] for name, row in rows.items()}
-    assert seconds["all-reduce, equal time"] <= seconds["DiLoCo"] < seconds["all-reduce, equal steps"]  # type: ignore[operator]
-    assert rows["all-reduce, equal time"]["steps"] < 20  # type: ignore[operator]
+    assert seconds["all-reduce, equal time"] <= seconds["DiLoCo"] < seconds["all-reduce, equal steps"]
+    assert rows["all-reduce, equal time"]["steps"] < 20
     assert any("DiLoCo sends 5." in note for note in found.notes)
 
 
@@ -158,3 +272,21 @@ def test_a_gradual_warm_up_saves_a_large_batch_of_mnist(data_dir: Path) -> None:
     found = WarmUpStudy(rates=(0.08,), examples=12_000, seeds=3).run(StudyContext(data=data_dir))
     means = {row[1]: float(str(row[4]).split()[0]) for row in found.rows}
     assert means["small batch"] < means["gradual"] < min(means["none"], means["constant"])
+
+
+@pytest.mark.soak
+def test_medians_and_krum_bear_what_the_mean_does_not() -> None:
+    found = AdversariesStudy(
+        problem="digits",
+        examples=1437,
+        attacks=("sign-flip", "gaussian"),
+        defences=("mean", "median", "multi-krum(faulty=2)"),
+        batch_size=16,
+        epochs=20,
+        judges=360,
+        seeds=2,
+    ).run(StudyContext())
+    clean = float(str(found.rows[0][1]).split()[0])
+    for _, *cells in found.rows[1:]:
+        mean, *others = (float(str(cell).split()[0]) for cell in cells)
+        assert mean < 30 < clean - 5 < min(others)

@@ -13,6 +13,7 @@ import pytest
 import paceline.policies
 from paceline.errors import UsageError
 from paceline.policies import (
+    EASGD,
     POLICIES,
     SMA,
     SSP,
@@ -22,7 +23,9 @@ from paceline.policies import (
     Async,
     DiLoCo,
     Downpour,
+    Draco,
     Gossip,
+    GradientCoding,
     KAsync,
     KBatchAsync,
     KBatchSync,
@@ -60,6 +63,10 @@ ALL_POLICIES: list[Policy] = [
     KBatchAsync(k=7),
     SSP(bound=0),
     Downpour(period=4),
+    GradientCoding(stragglers=2),
+    EASGD(period=10, alpha=0.1),
+    EASGD(period=1, alpha=0.5, order="round-robin", momentum=0.99),
+    Draco(faulty=1),
     AdaSync(),
     AdaSync(k0=2, over="k-batch-async", rule="root", window=0.5),
 ]
@@ -175,6 +182,13 @@ def test_a_commit_of_nothing_is_refused(name: str) -> None:
     ("text", "complaint"),
     [
         ("ssp(bound=-1)", "bound must be at least 0, got -1"),
+        ("easgd(period=0, alpha=0.1)", "period must be at least 1, got 0"),
+        ("easgd(period=1, alpha=0)", "alpha must be above 0 and below 1, got 0"),
+        ("easgd(period=1, alpha=1)", "alpha must be above 0 and below 1, got 1"),
+        ("easgd(period=1, alpha=nan)", "alpha must be above 0 and below 1, got nan"),
+        ("easgd(period=1, alpha=0.1, weights=staleness)", "alpha is the weight of every exchange"),
+        ("easgd(period=1, alpha=0.1, momentum=1)", "momentum must be at least 0 and below 1, got 1"),
+        ("easgd(period=1, alpha=0.1, order=last-come)", "order wants one of first-come, round-robin"),
         ("gossip(topology=star)", "topology wants one of ring, exponential, random-pairs"),
         ("sync-easgd(alpha=0)", "alpha must be above 0 and at most 1, got 0"),
         ("sma(alpha=1.5)", "alpha must be above 0 and at most 1, got 1.5"),

@@ -409,3 +409,64 @@ def test_what_a_users_file_raises_passes_unchanged(user_file: Path, content: str
     with pytest.raises(error) as caught:
         load_problem(str(user_file))
     assert caught.value.__cause__ is None
+
+
+# Options ----------------------------------------------------------------------------------------------------
+
+
+def test_normalised_images_have_mean_0_and_deviation_1_on_the_training_data(tiny_data: Path) -> None:
+    plain, normal = (load_problem("digits", ProblemOptions(normalise=on)) for on in (False, True))
+    inputs, targets = tensors(normal.train)
+    assert inputs.double().mean() == pytest.approx(0, abs=1e-6)
+    assert inputs.double().std(correction=0) == pytest.approx(1, abs=1e-6)
+    before, labels = tensors(plain.train)
+    assert torch.equal(targets, labels)
+    mean, deviation = before.double().mean(), before.double().std(correction=0)
+    for part in (normal.train, normal.test):
+        wanted = (tensors(getattr(plain, "train" if part is normal.train else "test"))[0].double() - mean) / deviation
+        torch.testing.assert_close(tensors(part)[0].double(), wanted, rtol=0, atol=1e-5)
+    for name in ("mnist", "cifar10"):  # all pixels are the same: there is no deviation to divide by
+        options = ProblemOptions(data=tiny_data, normalise=True)
+        assert not tensors(load_problem(name, options).train)[0].any()
+
+
+@pytest.mark.data
+def test_normalised_mnist(data_dir: Path) -> None:
+    plain, normal = (
+        tensors(load_problem("mnist", ProblemOptions(data=data_dir, normalise=on)).train)[0] for on in (False, True)
+    )
+    assert normal.double().mean() == pytest.approx(0, abs=1e-6)
+    assert normal.double().std(correction=0) == pytest.approx(1, abs=1e-6)
+    torch.testing.assert_close(plain, normal, rtol=0, atol=1e-3)  # the published statistics have four digits
+
+
+@pytest.mark.parametrize("model", ["net3", "cnn", "resnet20"])
+def test_weights_are_filled_by_xaviers_rule(model: str) -> None:
+    made = load_problem("digits", ProblemOptions(model=model, xavier=True)).make_model()
+    filled = [module for module in made.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    assert filled
+    for module in filled:
+        assert module.bias is None or not module.bias.any()
+        fan_in, fan_out = module.weight[0].numel(), module.weight[:, 0].numel()
+        bound = (6 / (fan_in + fan_out)) ** 0.5
+        assert 0.5 * bound < module.weight.abs().max() <= bound
+
+
+def test_the_same_seed_fills_the_same_weights() -> None:
+    problem = load_problem("digits", ProblemOptions(xavier=True))
+    torch.manual_seed(1)
+    first = problem.make_model().state_dict()
+    torch.manual_seed(1)
+    again = problem.make_model().state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", ["charlm", "logistic", "quadratic", "own.py"])
+def test_only_images_are_normalised(name: str, tiny_data: Path) -> None:
+    with pytest.raises(UsageError, match="has no images to normalise; leave out --normalise"):
+        load_problem(name, ProblemOptions(data=tiny_data, normalise=True))
+
+
+def test_a_model_that_cannot_be_chosen_is_not_filled() -> None:
+    with pytest.raises(UsageError, match="'quadratic' has its own model; leave out --xavier"):
+        load_problem("quadratic", ProblemOptions(xavier=True))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import native
-from paceline.errors import CommError, LostContactError
+from paceline.errors import CommError, LostContactError, OutOfStepError
 from paceline.launch.roster import Member
 from paceline.record.metrics import read_metrics
 from paceline.sessions.peers import PeersSession
@@ -57,13 +58,17 @@ def train(
     die_before: int | None = None,
     worker: int = 1,
     evaluate: bool = False,
+    ask: Literal["", "before", "after"] = "",
     epochs: int = EPOCHS,
     batch_size: int = 4,
     accumulate: int = 1,
     source: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train to the end; the first process of ``worker`` dies before update number ``die_before``."""
+    """Train to the end; the first process of ``worker`` dies before update number ``die_before``.
+
+    Workers may ``ask`` each other for a mean in every turn of the loop, before or after the step.
+    """
     model = copy.deepcopy(TEMPLATE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     means, cancelled, blocks = [], 0, 0
@@ -75,6 +80,8 @@ def train(
                 life.group = session.generation
                 if session.steps + 1 == die_before and life.member == Member(worker):
                     raise Killed
+                if ask == "before":
+                    means.append(float(session.mean(float(session.steps))))
                 blocks += 1
                 own = session._data.batch is not None and session._data.batch.examples != 0  # else a borrowed sample
                 life.used.append((epoch, samples.tolist() if own else [], session.steps))
@@ -83,6 +90,8 @@ def train(
                 if step.cancelled:
                     cancelled += 1
                     del life.used[-accumulate:]
+                if ask == "after":
+                    means.append(float(session.mean(float(session.steps))))
             if evaluate:
                 means.append(float(session.mean(float(session.steps))))
                 with session.averaged():
@@ -106,7 +115,8 @@ def check(world: Mortals, found: list[dict[str, Any]], survivors: int | None = N
     for other in found[1:]:
         assert_same(other["model"], found[0]["model"])
         assert other["steps"] == found[0]["steps"]
-    assert len({result["rank"] for result in found}) == len(found)
+    # The last one may find out alone that all others have ended well.
+    assert len({(result["rank"], result["size"]) for result in found}) == len(found)
     policy, uses = found[0]["policy"], world.uses()
     if isinstance(policy, paceline.Gossip | paceline.SyncEASGD | paceline.SMA) or str(policy) == OVERLAPPED:
         return  # their exchanges have not all of what a worker has learned: what is under way is lost, or done again
@@ -149,6 +159,7 @@ def at_call(fates: dict[tuple[int, int, int], Fate]) -> Callable[..., Fate | Non
 
 
 CALLS = 60  # that the first group makes at most, in the runs below
+TIMES = ("before", "after")  # to ask each other, seen from a step
 
 
 @pytest.mark.parametrize("policy", quick(POLICIES, *POLICIES[:2]))
@@ -164,12 +175,50 @@ def test_one_may_die_at_any_call(world: Mortals, policy: str, call: int, fate: F
 
 
 @pytest.mark.parametrize("policy", quick(POLICIES, *POLICIES[:2]))
-@pytest.mark.parametrize("call", quick(range(CALLS), *range(14, 31, 3)))
-def test_one_that_missed_what_others_have_done_catches_up(world: Mortals, policy: str, call: int) -> None:
+@pytest.mark.parametrize(
+    "place",
+    quick(
+        [(call, "") for call in range(CALLS)] + [(call, ask) for call in range(14, CALLS, 3) for ask in TIMES],
+        *((call, ask) for call in range(14, 31, 6) for ask in ("", "before")),
+    ),
+)
+def test_one_that_missed_what_others_have_done_catches_up(
+    world: Mortals, policy: str, place: tuple[int, Literal["", "before", "after"]]
+) -> None:
     """A result is lost on one worker when another has died, and the third has it."""
-    fates: dict[tuple[int, int, int], Fate] = {(0, 1, call): "die after", (1, 1, call): "lose"}
-    found = world(3, lambda life: train(life, policy, epochs=2, evaluate=True), at_call(fates))
+    fates: dict[tuple[int, int, int], Fate] = {(0, 1, place[0]): "die after", (1, 1, place[0]): "lose"}
+    found = world(3, lambda life: train(life, policy, epochs=2, evaluate=True, ask=place[1]), at_call(fates))
     check(world, found, epochs=2)
+
+
+@pytest.mark.parametrize("policy", quick(POLICIES, POLICIES[1], OVERLAPPED))
+@pytest.mark.parametrize(
+    "place",
+    quick(
+        [(call, ask) for call in range(14, 54) for ask in ("", *TIMES)],
+        (15, "before"),
+        (25, "after"),
+        (31, ""),
+        (35, "before"),
+        (38, "after"),
+    ),
+)
+def test_two_go_on_with_one_that_missed_what_they_have_done(
+    world: Mortals, policy: str, place: tuple[int, Literal["", "before", "after"]]
+) -> None:
+    """Also where the two have ended an epoch, and another takes the place of the dead.
+
+    Under gossip one that has mixed with others may be two operations ahead of one that asks, which is an error.
+    """
+    call, ask = place
+    may_end = contextlib.suppress(OutOfStepError) if ask and policy == "gossip" else contextlib.nullcontext()
+    fates: dict[tuple[int, int, int], Fate] = {(call % 4, 1, call): "die after", ((call + 1) % 4, 1, call): "lose"}
+
+    def work(life: Life) -> Any:
+        return train(life, policy, epochs=2, evaluate=True, ask=ask, batch_size=3)
+
+    with may_end:
+        check(world, world(4, work, at_call(fates), respawn=call % 3 == 0), epochs=2)
 
 
 @pytest.mark.parametrize("policy", quick(POLICIES, *POLICIES[:2]))
@@ -177,6 +226,18 @@ def test_one_that_missed_what_others_have_done_catches_up(world: Mortals, policy
 def test_another_may_die_while_they_form_a_new_group(world: Mortals, policy: str, call: int) -> None:
     fates: dict[tuple[int, int, int], Fate] = {(0, 1, 25): "die before", (2, 2, call): "die before"}
     found = world(4, lambda life: train(life, policy, epochs=2), at_call(fates), respawn=call % 2 == 0)
+    check(world, found, epochs=2)
+
+
+@pytest.mark.parametrize("policy", quick(POLICIES, *POLICIES[:2]))
+@pytest.mark.parametrize("ask", TIMES)
+@pytest.mark.parametrize("call", quick(range(14, CALLS, 4), *range(14, 31, 4)))
+def test_workers_may_ask_each_other_between_any_two_steps(
+    world: Mortals, policy: str, ask: Literal["before", "after"], call: int
+) -> None:
+    """Before a step too, with a batch in hand that was shared out among workers of which one has died since."""
+    fates: dict[tuple[int, int, int], Fate] = {(call % 3, 1, call): "die before"}
+    found = world(3, lambda life: train(life, policy, ask=ask, epochs=2), at_call(fates), respawn=call % 2 == 0)
     check(world, found, epochs=2)
 
 
@@ -206,6 +267,110 @@ def test_accumulated_blocks_are_given_up_together(world: Mortals) -> None:
     found = world(3, lambda life: train(life, accumulate=3, batch_size=2, die_before=2, epochs=1))
     assert [(each["cancelled"], each["steps"]) for each in found] == [(1, 3), (1, 3)]
     assert sorted(world.uses().values()) == [1] * SAMPLES
+
+
+@pytest.mark.parametrize("call", quick(range(20, 44), *range(20, 44, 6)))
+def test_accumulated_blocks_keep_their_weights_when_a_worker_dies_between_them(world: Mortals, call: int) -> None:
+    """A number for each sample grows by 1 with each use, if all gradients of an update have the right weights."""
+
+    def work(life: Life) -> Any:
+        model = nn.Embedding(SAMPLES, 1)
+        nn.init.zeros_(model.weight)
+        blocks = 0
+        with paceline.join(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=1) as session:
+            for _, samples in session.batches(DATA, 2, epochs=3):
+                blocks += 1
+                total = session._data.batch.total if session._data.batch is not None else 1
+                with session.step(accumulate=blocks % 3 != 0):
+                    backward(-model(samples).mean() * total)
+                session.mean(1.0)
+        return model.weight.detach().flatten()
+
+    one, other = world(3, work, at_call({(1, 1, call): "die before"}))
+    assert torch.equal(one, other)
+    used = one.round()
+    torch.testing.assert_close(one, used)
+    assert set(used.tolist()) <= {2.0, 3.0}, "what is left at the end is not used"
+
+
+@pytest.mark.parametrize("policy", ["local-sgd(every=99)", "diloco(every=99)"])
+@pytest.mark.parametrize("ask", TIMES)
+@pytest.mark.parametrize("call", quick(range(16, 48), *range(16, 48, 8)))
+def test_replicas_weigh_no_blocks_that_were_given_up(world: Mortals, policy: str, ask: str, call: int) -> None:
+    """A worker's weight in the next average is the number of examples in the updates that it has made."""
+
+    def work(life: Life) -> Any:
+        model = copy.deepcopy(TEMPLATE)
+        used = blocks = under_way = 0
+        with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.05), policy=policy, seed=1) as session:
+            assert isinstance(session, PeersSession)
+            for x, _ in session.batches(DATA, 2, epochs=2):
+                if ask == "before":
+                    session.mean(1.0)
+                examples = session._data.batch.examples if session._data.batch is not None else 0
+                with session.step(accumulate=blocks < 2) as step:
+                    backward(model(x).square().mean())
+                blocks, under_way = (0, 0) if step.cancelled else (blocks + 1, under_way + (examples or 0))
+                if blocks == 3:
+                    used, blocks, under_way = used + under_way, 0, 0
+                    state = session._exchange.kept_state()
+                    assert {state["examples"], *state.get("since", [])} == {used}
+                if ask == "after":
+                    session.mean(1.0)
+        return used
+
+    assert all(world(3, work, at_call({(call % 3, 1, call): "die before"})))
+
+
+@pytest.mark.parametrize("policy", ["sync-easgd", "sma(every=2)"])
+def test_what_is_exchanged_in_the_background_dies_with_nobody(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker has learned up to the last exchange is in the central average, and is not learned again."""
+    monkeypatch.setattr("paceline.peers.group.Peers.overlaps", lambda _: True)
+    world = mortals()
+    world(3, lambda life: train(life, policy, die_before=5, epochs=1))
+    again = sum(len(samples) for life in world.lives for _, samples, _ in life.used) - SAMPLES
+    assert again <= 3 * 4, "a batch of each worker, or two of the one that died"
+
+
+@pytest.mark.parametrize("topology", ["ring", "random-pairs"])
+def test_others_join_an_odd_number_of_gossips(world: Mortals, topology: str) -> None:
+    """Of an odd number one worker has no pair, and counts the step as the others do."""
+    policy = f"gossip(topology={topology})"
+    found = world(4, lambda life: train(life, policy, die_before=4, epochs=6), respawn=True)
+    assert {each["size"] for each in found} == {4}
+    check(world, found, 4)
+
+
+def test_a_scaler_forgets_the_step_that_was_given_up(world: Mortals) -> None:
+    def work(life: Life) -> Any:
+        model = copy.deepcopy(TEMPLATE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with paceline.join(model, optimizer, seed=1, scaler=scaler) as session:
+            for x, _ in session.batches(DATA, 4, epochs=1):
+                with session.step():
+                    backward(scaler.scale(model(x).square().mean()))
+                    scaler.unscale_(optimizer)
+        return {"model": model.state_dict()}
+
+    def dies_sending_buffers(member: Member, group: int, call: int, name: str) -> Fate | None:
+        return "die before" if (member, group, name) == (Member(0), 1, "broadcast") and call > 20 else None
+
+    one, other = world(3, work, dies_sending_buffers)
+    assert_same(one["model"], other["model"])
+
+
+@pytest.mark.parametrize("call", quick(range(24, 40), 26, 29, 32))
+def test_a_batch_of_ones_own_loader_is_not_used_again_by_one_that_copies(world: Mortals, call: int) -> None:
+    def source(rank: int) -> Any:
+        return [(INPUTS[start : start + 5], torch.arange(start, start + 5)) for start in range(0, SAMPLES, 5)]
+
+    fates: dict[tuple[int, int, int], Fate] = {(0, 1, call): "die after", (1, 1, call): "lose"}
+    found = world(3, lambda life: train(life, source=source, epochs=1), at_call(fates))
+    assert [each["steps"] for each in found] == [10, 10]
+    for life in world.lives:
+        if not life.killed:
+            assert sorted(sample for _, samples, _ in life.used for sample in samples) == list(range(SAMPLES))
 
 
 def test_a_loader_of_ones_own_gives_its_batch_again(world: Mortals) -> None:
@@ -250,6 +415,29 @@ def test_an_optimizer_that_evaluates_a_loss_goes_back_to_where_it_began(world: M
     assert_same(one["model"], other["model"])
 
 
+def test_nobody_joins_a_script_that_has_two_sessions_at_once(world: Mortals) -> None:
+    """It would join one of them and wait for the other, while the others wait for it in the first."""
+
+    def work(life: Life) -> Any:
+        one, other = nn.Linear(6, 1), nn.Linear(6, 1)
+        with (
+            paceline.join(one, torch.optim.SGD(one.parameters(), lr=0.1), seed=1) as first,
+            paceline.join(other, torch.optim.SGD(other.parameters(), lr=0.1), seed=1) as second,
+        ):
+            for x, _ in first.batches(DATA, 4, epochs=3):
+                if first.steps == 3 and life.member == Member(1):
+                    raise Killed
+                with first.step():
+                    backward(one(x).square().mean())
+                with second.step(examples=4):
+                    backward(other(x).square().mean())
+        return {"steps": first.steps, "one": one.state_dict(), "other": other.state_dict()}
+
+    found = world(3, work, respawn=True)
+    assert len(found) == 2
+    assert_same(found[0], found[1])
+
+
 def test_what_is_told_in_the_metrics(world: Mortals, tmp_path: Path) -> None:
     world(3, lambda life: train(life, die_before=5, worker=0, run=tmp_path / "run"), respawn=True)
     lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
@@ -259,6 +447,34 @@ def test_what_is_told_in_the_metrics(world: Mortals, tmp_path: Path) -> None:
     assert (changes[-1]["workers"], changes[-1]["generation"]) == (3, 1 + len(changes))
     steps = [line["step"] for line in lines if line["event"] == "step"]
     assert steps == list(range(1, steps[-1] + 1))
+
+
+@pytest.mark.parametrize(("policy", "odd"), in_turn(POLICIES, [0, 1]))
+@pytest.mark.parametrize("what", ["step", "mean", "evaluation"])
+def test_workers_that_do_not_do_the_same_are_told_so(world: Mortals, policy: str, odd: int, what: str) -> None:
+    """At once, and not that one of them has died."""
+
+    def work(life: Life) -> Any:
+        model = copy.deepcopy(TEMPLATE)
+        with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.05), policy=policy, seed=1) as session:
+            for x, _ in session.batches(DATA, 4, epochs=1):
+                with session.step() as step:
+                    loss = model(x).square().mean()
+                    step.record(loss=loss)
+                    backward(loss)
+                if session.steps == 2 and session.rank == odd:
+                    if what == "step":
+                        with session.step(examples=4):
+                            backward(model(x).square().mean())
+                    elif what == "mean":
+                        session.mean(1.0)
+                    else:
+                        with session.averaged():
+                            session.mean(1.0)
+
+    with pytest.raises(OutOfStepError, match="out of step") as told:
+        world(2, work)
+    assert "died" not in str(told.value)
 
 
 def test_an_error_without_a_death_is_raised(world: Mortals, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,15 +24,19 @@ RUNS: dict[str, dict[str, Any]] = {
     "async": {"optimizer": "sgd(lr=0.02)"},
     "k-async(k=2)": {"optimizer": "adam(lr=0.003)"},
     "k-batch-async(k=3)": {"precision": "bf16"},
-    "ssp(bound=2)": {"optimizer": "lamb(lr=0.01)"},
+    "ssp(bound=2, weights=staleness)": {"optimizer": "lamb(lr=0.01)"},
     "ada-sync(k0=1)": {},
     "downpour(period=3)": {
         "optimizer": "sgd(lr=0.05, momentum=0.9)",
         "clip_norm": 0.5,
         "schedule": ScheduleConfig(decay="cosine"),
     },
+    "draco(faulty=1)": {"optimizer": "sgd(lr=0.05, momentum=0.9)"},
+    "gradient-coding(stragglers=1)": {"optimizer": "adam(lr=0.003)", "clip_norm": 0.5},
+    "easgd(period=3, alpha=0.3)": {"optimizer": "adam(lr=0.003)", "schedule": ScheduleConfig(decay="cosine")},
+    "easgd(period=1, alpha=0.3, order=round-robin, momentum=0.9)": {"optimizer": "sgd(lr=0.02)", "clip_norm": 0.5},
     "k-batch-async(k=3, aggregator=median)": {"clip_norm": 0.5},
-    "async(aggregator=delay-compensated(scale=0.5))": {"optimizer": "sgd(lr=0.02)"},
+    "async(aggregator=delay-compensated(scale=2.0, momentum=0.95))": {"optimizer": "sgd(lr=0.02)"},
 }
 
 

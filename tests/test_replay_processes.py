@@ -37,7 +37,16 @@ def times_joined(run: Path, rank: int) -> int:
     return sum(isinstance(one, Joined) and one.rank == rank for one in Trace(run / "trace.bin"))
 
 
-@pytest.mark.parametrize("policy", ["k-batch-sync(k=3)", "downpour(period=3)"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "k-batch-sync(k=3)",
+        "downpour(period=3)",
+        "gradient-coding(stragglers=1)",
+        "easgd(period=3, alpha=0.4, order=round-robin, momentum=0.5)",
+        "async(aggregator=delay-compensated(scale=2.0, momentum=0.95), weights=staleness)",
+    ],
+)
 def test_a_worker_is_replaced_and_the_run_broken_off_and_resumed(tmp_path: Path, paceline: Any, policy: str) -> None:
     """All in one run, since starting processes is what takes the time."""
     mark, run = uuid.uuid4().hex, tmp_path / "run"
@@ -64,3 +73,19 @@ def test_a_worker_is_replaced_and_the_run_broken_off_and_resumed(tmp_path: Path,
     ended = paceline("replay", str(run))
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.endswith("hashes: equal to the last bit\n") and not ended.out.startswith("0 ")
+
+
+def test_a_run_with_a_liar_is_that_without_one(tmp_path: Path, paceline: Any) -> None:
+    """Workers that compute the same batches drop out the same units."""
+    hashes = []
+    for name, attack in (("clean", ()), ("attacked", ("--attack", "gaussian", "--hostile", "1"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "hurry").touch()
+        options = ("--workers", "3", "--servers", "2", "--policy", "draco(faulty=1)", "--epochs", "2")
+        ended = finished(train(folder, *options, *attack))
+        assert ended.returncode == 0, ended.stderr
+        hashes.append([one for one in Trace(folder / "run" / "trace.bin") if isinstance(one, Hashed)])
+        ended = paceline("replay", str(folder / "run"))
+        assert ended.code == 0 and ended.out.endswith("hashes: equal to the last bit\n")
+    assert hashes[0] == hashes[1] and len(hashes[0]) > 2

@@ -42,10 +42,11 @@ with paceline.join(model, optimizer, scheduler=scheduler, run="run", save_every=
 """
 
 
-def record(policy: str, *arguments: str, workers: int = 2, **variables: str) -> list[str]:
+def record(policy: str, *arguments: str, workers: int = 2, servers: int = 1, **variables: str) -> list[str]:
     """Run the script on workers, and give what they print."""
     Path("script.py").write_text(SCRIPT)
     options = ["--workers", str(workers), "--respawn", "--policy", policy, "--delay", "exp(1)", "--delay-unit", "2ms"]
+    options += ["--servers", str(servers)]
     ran = finished(["run", *options, "script.py", *arguments], **variables)
     assert ran.returncode == 0, ran.stderr
     return sorted(ran.stdout.splitlines())
@@ -75,6 +76,23 @@ def test_a_script_replays_to_the_last_bit_and_is_looked_at(tmp_path: Path, monke
     assert looked.returncode == 0, looked.stderr
     assert "seen 5" in looked.stdout and "0.weight" in looked.stdout
     assert "version 5 has the hash" in looked.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.soak
+@pytest.mark.parametrize(("order", "servers"), [("first-come", 1), ("round-robin", 2)])
+def test_workers_with_parameters_of_their_own_replay_to_the_last_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, servers: int
+) -> None:
+    """A killed worker's are gone, and its replacement begins with the server's."""
+    monkeypatch.chdir(tmp_path)
+    policy = f"easgd(period=3, alpha=0.4, order={order}, momentum=0.5)"
+    printed = record(policy, servers=servers, DIE="1")
+    again = finished(["replay", str(tmp_path / "run")])
+    assert again.returncode == 0, again.stderr
+    *lines, verdict = sorted(again.stdout.splitlines(), key=lambda line: "equal" in line)
+    assert sorted(lines) == printed and verdict.endswith("equal to the last bit")
+    assert "worker 1 was killed" in again.stderr
 
 
 # Worker 1 comes after version 5; in the replay when the shell is open, and then it is to end without a word.

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.commands.cli import cli
 from paceline.errors import UsageError
 from paceline.launch import reports
 
@@ -138,6 +139,31 @@ def test_a_users_mistake_is_shown_without_our_frames(reading: int) -> None:
     assert head == "Traceback (most recent call last):"
     assert len(files) == 2 and all(__file__ in line for line in files), report["traceback"]
     assert report["traceback"].splitlines()[-1].startswith("paceline.errors.UsageError: ")
+
+
+def test_a_loss_that_is_not_finite_is_shown_without_our_frames(reading: int) -> None:
+    model = torch.nn.Linear(1, 1)
+    session = paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def diverging() -> None:
+        with session, session.step() as step:
+            step.record(loss=torch.tensor(float("nan")))
+
+    reports.report_failure(raised(diverging))
+    *_, last = received(reading)
+    files = [line for line in last["traceback"].splitlines() if line.lstrip().startswith("File ")]
+    assert files and all(__file__ in line for line in files), last["traceback"]
+
+
+def test_an_error_without_frames_of_the_user_is_one_line(reading: int) -> None:
+    """As in a worker of ``paceline train``, where click calls our command."""
+    error = raised(lambda: cli.main(["train", "--resume", "nowhere"], standalone_mode=False))
+    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+        error.__traceback__ = error.__traceback__.tb_next
+    assert error.__traceback__ is not None
+    reports.report_failure(error)
+    (report,) = received(reading)
+    assert len(report["traceback"].splitlines()) == 1, report["traceback"]
 
 
 def test_what_led_a_user_to_a_mistake_is_shown_too(reading: int) -> None:

@@ -25,7 +25,7 @@ def line(event: str, worker: int, incarnation: int = 0, **values: Any) -> dict[s
 
 
 def here(
-    worker: int, incarnation: int = 0, *, steps: int = 0, operations: int = 0, doing: Doing = "step", new: bool = False
+    worker: int, incarnation: int = 0, *, steps: int = 0, operations: int = 0, doing: Doing = "turn", new: bool = False
 ) -> dict[str, Any]:
     return line("here", worker, incarnation, status=Status(steps, operations, doing, not new))
 
@@ -63,16 +63,16 @@ def test_another_session_is_another_matter() -> None:
     assert formed(roster, {**here(0), "session": 1}, {**line("left", 1), "session": 1}, here(1)) == []
 
 
-@pytest.mark.parametrize("doing", ["step", "exchange", "other"])
+@pytest.mark.parametrize("doing", ["turn", "step", "exchange", "other"])
 def test_others_join_where_a_step_begins_and_come_last(doing: Doing) -> None:
     """The replacement of worker 0 too: the rank 0 of before has the run's directory."""
     roster = begun(3)
     assert formed(roster, line("died", 0), here(0, 1, new=True), here(1, doing=doing)) == []
     assert roster.newcomers
     (found,) = formed(roster, here(2, doing=doing))
-    expected = [Member(1), Member(2), *([Member(0, 1)] if doing == "step" else [])]
-    assert list(found.members) == expected and roster.newcomers == (doing != "step")
-    (later,) = formed(roster, here(1), here(2), *([here(0, 1)] if doing == "step" else []))
+    expected = [Member(1), Member(2), *([Member(0, 1)] if doing == "turn" else [])]
+    assert list(found.members) == expected and roster.newcomers == (doing != "turn")
+    (later,) = formed(roster, here(1), here(2), *([here(0, 1)] if doing == "turn" else []))
     assert later.members == (Member(1), Member(2), Member(0, 1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -20,11 +21,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from paceline.policies import POLICIES, SSP, ServerPolicy, parse_policy
+from paceline.policies import EASGD, POLICIES, SSP, ServerPolicy, parse_policy
 from paceline.policies.ada_sync import AdaState
-from paceline.policies.messages import Commit, Push
+from paceline.policies.coded import Coded, CodedState
+from paceline.policies.messages import Commit, Push, PushKind, Work, mean_of
 from paceline.policies.ssp import SSPState
-from paceline.policies.state import NOT_YET
+from paceline.policies.state import NOT_YET, ServerState
+from paceline.policies.weights import parse_weights
 
 LAWFUL = [
     "sync",
@@ -38,12 +41,19 @@ LAWFUL = [
     "k-batch-async(k=1)",
     "k-batch-async(k=5)",
     "downpour(period=2)",
+    "gradient-coding(stragglers=1)",
+    "gradient-coding(stragglers=2)",
+    "easgd(period=2, alpha=0.4)",
+    "easgd(period=1, alpha=0.5, order=round-robin)",
+    "draco(faulty=1)",
     "ssp(bound=0)",
     "ssp(bound=1)",
     "ssp(bound=2)",
     "ssp(bound=3)",
     "ada-sync(k0=2, window=3)",
     "ada-sync(k0=1, over=k-batch-async, rule=root, window=2)",
+    "k-batch-async(k=3, weights=staleness)",
+    "ssp(bound=2, weights=staleness(power=0.5))",
 ]
 WORKERS = 4  # expected at the start
 MOST_WORKERS = 7
@@ -161,6 +171,18 @@ class ServerLaws(RuleBasedStateMachine):
         """A worker leaves, or an expected one will never come."""
         self._happen(lambda hand: hand.leave(worker))
 
+    @precondition(lambda self: self.busy)
+    @rule(worker=one_of("busy"))
+    def skip(self, worker: int) -> None:
+        """A worker's gradients are not finite."""
+        self._happen(lambda hand: hand.skip(worker))
+
+    @precondition(lambda self: self.busy and self.policy.coded)
+    @rule(worker=one_of("busy"))
+    def idle(self, worker: int) -> None:
+        """There is no batch for the parts that a worker was sent."""
+        self._happen(lambda hand: hand.idle(worker))
+
     @precondition(lambda self: self.present)
     @rule(worker=one_of("present"))
     def ask(self, worker: int) -> None:
@@ -171,9 +193,15 @@ class ServerLaws(RuleBasedStateMachine):
     def end(self) -> None:
         """The end of the data commits the pending pushes, and no others; then the run goes on."""
         pending, before = tuple(self.hand.state.pending), len(self.hand.commits)
+        wanted = [pending] if pending else []
+        if isinstance(self.policy, EASGD):  # of pushes that wait for their turn each is a commit
+            ranks = in_turn({push.worker for push in pending}, self.last_exchanged)
+            wanted = [(push,) for rank in ranks for push in pending if push.worker == rank]
+        if isinstance(self.policy, Coded):
+            wanted = [in_places(self.hand.state)] if pending else []
         self.first_step = self.hand.state.step
         self._happen(lambda hand: hand.end(), last=True)
-        assert [commit.pushes for commit in self.hand.commits[before:]] == ([pending] if pending else [])
+        assert [commit.pushes for commit in self.hand.commits[before:]] == wanted
         assert not self.hand.state.pending
         assert self._happen(lambda hand: hand.end()) == []
 
@@ -205,6 +233,7 @@ class ServerLaws(RuleBasedStateMachine):
         hand, saved = self.hand, self.saved
         k = hand.state.k if isinstance(hand.state, AdaState) else getattr(self.policy, "k", 1)  # at this moment
         before, results = len(hand.commits), [hand.result_of(worker) for worker in self.busy]
+        exchanged = self.last_exchanged
         hand.at += 0.5
         saved.at = hand.at
         said = event(hand)
@@ -212,23 +241,65 @@ class ServerLaws(RuleBasedStateMachine):
         saved.through_json()
         current = [hand.result_of(worker) for worker in self.busy]
         self.abandoned += [push for push in results if push not in current]
+        if is_round_robin(self.policy):
+            self._check_turns(before, exchanged, of_all=not last)
         for number, commit in enumerate(hand.commits[before:], before):
-            self._check(commit, number)
-            if not last:
+            self._check(commit, number, last=last)
+            if not last and not self.policy.coded:
                 learners = hand.state.members.keys() | {push.worker for push in commit.pushes}
                 assert len(commit.pushes) == size_of(self.policy, k, len(learners))
         return said
 
     # Laws ---------------------------------------------------------------------------------------------------------
 
-    def _check(self, commit: Commit, version: int) -> None:
-        """The weights of a commit sum to 1. Its pushes are not from the future, and under a sync policy not stale."""
-        assert sum(commit.weights) == pytest.approx(1)
-        cancels, waits = getattr(self.policy, "cancels", False), self.policy.name == "sync"
+    def _check(self, commit: Commit, version: int, *, last: bool) -> None:
+        """Weights are shares of 1, less of stale pushes if so wanted. No push is from the future.
+
+        Under a sync policy none is stale.
+        """
+        if self.policy.coded:
+            self._check_round(commit, last=last)
+        elif isinstance(self.policy, EASGD):
+            assert commit.weights == (self.policy.alpha,)
+        else:
+            self._check_weights(commit, version)
+        cancels, waits = getattr(self.policy, "cancels", self.policy.coded), self.policy.name == "sync"
         for push in commit.pushes:
             assert 0 <= push.version <= version
             # sync does not wait for a step that is under way when the data ends
             assert push.version == version or not (cancels or (waits and push.step >= self.first_step))
+
+    def _check_weights(self, commit: Commit, version: int) -> None:
+        power, shares = getattr(parse_weights(self.policy.weights), "power", 0.0), mean_of(commit.pushes).weights
+        staleness = [max(1, version - push.version) for push in commit.pushes]
+        assert sum(shares) == pytest.approx(1)
+        assert commit.weights == pytest.approx([one / old**power for one, old in zip(shares, staleness, strict=True)])
+
+    def _check_round(self, commit: Commit, *, last: bool) -> None:
+        """The pushes of a commit are of one round, and their weighted sum has every part of it once."""
+        work = [self.hand.work[push.worker, push.step] for push in commit.pushes]
+        (number,) = {each.round for each in work}
+        if any(commit.weights) or not (last or number in self.hand.failed or self._has_no_majority(work)):
+            sums = [0.0] * work[0].num_parts
+            for its, weight in zip(work, commit.weights, strict=True):
+                for part, coefficient in its.parts:
+                    sums[part] += weight * coefficient
+            full = [total for part, total in enumerate(sums) if part not in self.hand.empty[number]]
+            assert full == pytest.approx([1.0] * len(full))
+
+    def _has_no_majority(self, work: list[Work]) -> bool:
+        """Whether a group of the round has too few pushes for a vote."""
+        groups = Counter(its.parts for its in work if not {part for part, _ in its.parts} <= self.hand.empty[its.round])
+        least = getattr(self.policy, "faulty", -1) + 1
+        return sum(map(len, groups)) + len(self.hand.empty[work[0].round]) < work[0].num_parts or any(
+            count < least for count in groups.values()
+        )
+
+    @invariant()
+    def under_a_code_nothing_that_suffices_waits(self) -> None:
+        state = self.hand.state
+        if isinstance(self.policy, Coded) and isinstance(state, CodedState) and state.pending:
+            assert not self.policy.code(state.num_parts).enough([*state.arrived, *state.empty])
 
     @invariant()
     def every_push_is_committed_once_or_dropped_or_pending(self) -> None:
@@ -251,6 +322,31 @@ class ServerLaws(RuleBasedStateMachine):
         assert list(saved.state.waiting) == list(hand.state.waiting)
         assert saved.workers == hand.workers
         assert saved.commits == hand.commits
+
+    @property
+    def last_exchanged(self) -> int:
+        return self.hand.commits[-1].pushes[0].worker if self.hand.commits else -1
+
+    def _check_turns(self, before: int, last: int, *, of_all: bool) -> None:
+        """Each commit since then is of the next in the order of ranks: of all members and pushes, or of the latter."""
+        hand = self.hand
+        workers = [commit.pushes[0].worker for commit in hand.commits[before:]]
+        others = {push.worker for push in hand.state.pending} | (hand.state.members.keys() if of_all else set())
+        for place, worker in enumerate(workers):
+            assert worker == in_turn(others | {*workers[place:]}, last)[0]
+            last = worker
+
+    @invariant()
+    def who_has_pushed_parameters_is_sent_nothing_before_their_commit(self) -> None:
+        if self.policy.kind is PushKind.PARAMETERS:
+            assert {push.worker for push in self.hand.state.pending}.isdisjoint(self.busy)
+
+    @invariant()
+    def in_round_robin_only_those_wait_whose_turn_it_is_not(self) -> None:
+        state = self.hand.state
+        waiting = {push.worker for push in state.pending}
+        if is_round_robin(self.policy) and waiting:
+            assert in_turn(waiting | state.members.keys(), self.last_exchanged)[0] not in waiting
 
     @invariant()
     def ssp_holds_back_who_is_too_far_ahead_and_nobody_else(self) -> None:
@@ -287,11 +383,26 @@ class ServerLaws(RuleBasedStateMachine):
         self.counted = len(self.hand.commits)
 
 
+def in_places(state: ServerState) -> tuple[Push, ...]:
+    """The pending pushes of a round in the order of their places, in which they are committed."""
+    assert isinstance(state, CodedState)
+    return tuple(push for _, push in sorted(zip(state.arrived, state.pending, strict=True)))
+
+
 def size_of(policy: ServerPolicy, k: int, learners: int) -> int:
     """The number of pushes that a commit must have when so many workers can be in it."""
     if policy.name == "sync":
         return learners
     return k if policy.name == "ssp" or getattr(policy, "counts_batches", False) else min(k, learners)
+
+
+def is_round_robin(policy: ServerPolicy) -> bool:
+    return isinstance(policy, EASGD) and policy.order == "round-robin"
+
+
+def in_turn(workers: set[int], last: int) -> list[int]:
+    """The workers in the cyclic order of their ranks, from the one behind the last."""
+    return sorted(workers, key=lambda worker: (worker <= last, worker))
 
 
 @pytest.mark.laws

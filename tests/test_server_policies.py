@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hand import Hand
@@ -22,6 +23,13 @@ from paceline.policies import (
 )
 from paceline.policies.ada_sync import AdaState
 from paceline.policies.messages import Push, mean_of
+
+
+def policy_of(text: str) -> ServerPolicy:
+    policy = parse_policy(text)
+    assert isinstance(policy, ServerPolicy)
+    return policy
+
 
 # The rows of the table ------------------------------------------------------------------------------------
 
@@ -110,6 +118,51 @@ def test_weights_are_shares_of_the_examples() -> None:
     assert hand.commits[0].weights == (0.75, 0.25, 0.0)
     assert mean_of([Push(0, 0, 0, 0, examples=9)] * 4).weights == (0.25,) * 4
     assert mean_of([Push(0, 0, 0, 0, examples=0)] * 2).weights == (0.0, 0.0)
+
+
+def test_a_stale_push_counts_for_less() -> None:
+    hand = Hand(policy_of("async(weights=staleness)"), 3)
+    for worker in (0, 0, 1, 0, 2):
+        hand.push(worker)
+    assert [commit.weights for commit in hand.commits] == [(1.0,), (1.0,), (1 / 2,), (1.0,), (1 / 4,)]
+
+
+def test_staleness_and_examples_both_count() -> None:
+    hand = Hand(policy_of("k-async(k=2, weights=staleness(power=2))"), 4)
+    for worker in (0, 1, 0, 1):
+        hand.push(worker)
+    hand.push(2, examples=3)
+    hand.push(0, examples=1)
+    assert hand.commits[2].weights == (0.75 / 4, 0.25)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sync",
+        "k-sync(k=2)",
+        "k-batch-sync(k=2)",
+        "ada-sync(over=k-sync)",
+        "ada-sync(over=k-batch-sync)",
+        "gradient-coding(stragglers=1)",
+    ],
+)
+def test_weights_by_staleness_are_refused_where_no_push_is_stale(text: str) -> None:
+    policy = policy_of(text)
+    with pytest.raises(UsageError, match=r"no push is ever stale under .*, so weights=staleness changes nothing"):
+        replace(policy, weights="staleness")
+    assert not policy.has_stale_pushes
+
+
+def test_weights_have_a_text_form() -> None:
+    assert str(policy_of("async(weights=examples)")) == "async"
+    assert str(policy_of("async(weights=staleness(power=0.5))")) == "async(weights=staleness(power=0.5))"
+    assert not policy_of("async(weights=staleness)").adds_up
+    with pytest.raises(UsageError, match=r"no weights called 'stalenes'. Did you mean 'staleness'\?"):
+        policy_of("async(weights=stalenes)")
+    for power in ("0", "-1", "inf", "nan"):
+        with pytest.raises(UsageError, match="power must be above 0 and finite"):
+            policy_of(f"async(weights=staleness(power={power}))")
 
 
 # Coming and going -----------------------------------------------------------------------------------------

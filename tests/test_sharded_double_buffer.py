@@ -18,10 +18,12 @@ from quick import quick
 from test_double_buffer import OPTIMIZERS, undisturbed
 from torch import nn
 
+from paceline.aggregators import parse_aggregator
 from paceline.errors import CommError
 from paceline.record.fingerprints import hash_of
 from paceline.server.shard_server import ShardServer
 from paceline.store import double_buffer as double_buffer
+from paceline.store.commit_rule import CommitRule
 from paceline.store.layout import Arena
 from paceline.store.memory import Copied, SharedMemory
 from paceline.store.partition import layouts_of
@@ -30,6 +32,7 @@ from paceline.train_state import TrainState, parameters_of
 from paceline.transport import messages as wire
 
 KEPT = ["sgd", "momentum", "adam", "replaces"]
+REMEMBERING = "delay-compensated(scale=2.0, momentum=0.95)"
 
 
 class Quiet:
@@ -49,11 +52,13 @@ class Shard:
     The gradients of a commit depend on its number and ``source``.
     """
 
-    def __init__(self, file: int, optimizer: str, *, version: int | None = None) -> None:
+    def __init__(self, file: int, optimizer: str, *, version: int | None = None, aggregator: str = "mean") -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 4), nn.Linear(4, 2))
-        self.train_state = TrainState(model=model, optimizers=[OPTIMIZERS[optimizer](model.parameters())])
-        self._layouts = layouts_of(model, 2)[1]
+        rule = CommitRule(adds_up=True, aggregator=parse_aggregator(aggregator))
+        made = OPTIMIZERS[optimizer](model.parameters())
+        self.train_state = rule.remembering(TrainState(model=model, optimizers=[made]))
+        self._layouts = layouts_of(model, 2, with_reads=rule.with_reads)[1]
         sizes = {"down": self._layouts.down.nbytes, "up": self._layouts.up.nbytes}
         self.memory = SharedMemory(file, **sizes, slots=1, create=True)
         if version is None:
@@ -65,7 +70,8 @@ class Shard:
         quiet = cast(Any, Quiet())
         self.server = ShardServer(self.train_state, shard=1, servers=2, file=file, listener=quiet)
         self.server._first = quiet
-        self.order(wire.Begin, version or 0, 1, state, True, "mean", "gradient")
+        self.order(wire.Begin, version or 0, 1, state, True, aggregator, "gradient")
+        self.train_state = self.server._train_state
 
     def order(self, kind: Callable[..., wire.Message], *values: Any) -> None:
         self.server._obey(kind(self.server._orders + 1, *values))
@@ -90,9 +96,9 @@ class Shard:
 
     def hash(self) -> bytes:
         """Of all that an update depends on."""
-        optimizer = self.train_state.optimizers[0]
         remembered = [
             torch.as_tensor(value)
+            for optimizer in self.train_state.holders
             for parameter in parameters_of(optimizer)
             for _, value in sorted(optimizer.state.get(parameter, {}).items())
         ]
@@ -100,8 +106,8 @@ class Shard:
 
 
 @functools.cache
-def hashes(optimizer: str, count: int) -> list[bytes]:
-    return undisturbed(lambda file: Shard(file, optimizer), count)
+def hashes(optimizer: str, count: int, aggregator: str = "mean") -> list[bytes]:
+    return undisturbed(lambda file: Shard(file, optimizer, aggregator=aggregator), count)
 
 
 # What has happened when a shard is killed, beside what its first server has decided; each gives whether that is more.
@@ -118,7 +124,6 @@ def ready(shard: Shard) -> bool:
 
 def under_way(shard: Shard) -> bool:
     shard.ready(source=1)
-    shard.double_buffer.before_update()
     shard.train_state.update()
     return False
 
@@ -173,12 +178,13 @@ POINTS = [idle, ready, under_way, noting, whole, decided, told, catching_up, goi
 @settings(deadline=None)
 @given(
     optimizer=st.sampled_from(KEPT),
+    aggregator=st.sampled_from(["mean", REMEMBERING]),
     lives=st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.sampled_from(POINTS)), min_size=1, max_size=6),
 )
-def test_a_shard_goes_on_from_what_was_decided(optimizer: str, lives: list[Any]) -> None:
+def test_a_shard_goes_on_from_what_was_decided(optimizer: str, aggregator: str, lives: list[Any]) -> None:
     file = os.memfd_create("test")
-    wanted = hashes(optimizer, 30)
-    shard, version = Shard(file, optimizer), 0
+    wanted = hashes(optimizer, 30, aggregator)
+    shard, version = Shard(file, optimizer, aggregator=aggregator), 0
     for commits, at_leisure, killed in lives:
         for _ in range(commits):
             shard.commit()
@@ -186,7 +192,7 @@ def test_a_shard_goes_on_from_what_was_decided(optimizer: str, lives: list[Any])
             if at_leisure:
                 shard.order(wire.Decided)
         version += killed(shard)
-        shard = Shard(file, optimizer, version=version)
+        shard = Shard(file, optimizer, version=version, aggregator=aggregator)
         assert (shard.memory.version, shard.hash()) == (version, wanted[version])
     shard.commit()
     assert shard.hash() == wanted[version + 1]

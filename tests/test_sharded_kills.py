@@ -62,9 +62,12 @@ GOING_BACK = (1, "recover", "before", 0)
     [
         ("k-async(k=2)", [NOT_DECIDED, GOING_BACK]),
         ("sync", [NOT_ANSWERED]),
-        ("k-batch-async(k=3, aggregator=median)", [NOT_DECIDED]),
+        ("k-batch-async(k=3, aggregator=geometric-median)", [NOT_DECIDED]),
         ("downpour(period=3)", [NOT_DECIDED, NOT_ANSWERED]),
-        ("async(aggregator=delay-compensated(scale=0.5))", [NOT_ANSWERED]),
+        ("easgd(period=3, alpha=0.4)", [NOT_DECIDED, NOT_ANSWERED]),
+        ("easgd(period=2, alpha=0.4, order=round-robin, momentum=0.5)", [NOT_ANSWERED]),
+        ("async(aggregator=delay-compensated(scale=2.0, momentum=0.95))", [NOT_ANSWERED, NOT_DECIDED]),
+        ("gradient-coding(stragglers=1)", [NOT_DECIDED, NOT_ANSWERED]),
     ],
 )
 def test_no_commit_is_lost_or_made_twice(tmp_path: Path, paceline: Any, policy: str, plan: list[Kill]) -> None:

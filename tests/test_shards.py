@@ -89,7 +89,7 @@ def outcome(policy: str, make: Callable[[], TrainState], servers: int, workers: 
 
 def in_order(state: dict[str, Any]) -> dict[str, Any]:
     """A trainee's state, with that of the optimizers in the order of the parameters and not of their first use."""
-    for optimizer in state["optimizers"]:
+    for optimizer in [*state["optimizers"], state.get("remembered", {"state": {}})]:
         optimizer["state"] = dict(sorted(optimizer["state"].items()))
     return state
 
@@ -302,13 +302,13 @@ def test_a_worker_whose_connection_to_one_server_is_lost_comes_back() -> None:
 # Checkpoints --------------------------------------------------------------------------------------------------------
 
 
-def saved_after(folder: Path, turns: range, servers: int, *, resume: Path | None = None) -> Path:
+def saved_after(folder: Path, turns: range, servers: int, *, resume: Path | None = None, policy: str = "async") -> Path:
     """A checkpoint after one worker's pushes, gone on from another if one is given."""
-    with Watched(folder / "run", adam(clip_norm=0.7), "async") as host:
+    with Watched(folder / "run", adam(clip_norm=0.7), policy) as host:
         if resume is not None:
             host.stand_at(host._run_state.load(read_checkpoint(resume)))
         cluster = ShardedCluster(
-            "async",
+            policy,
             lambda: adam(clip_norm=0.7),
             train_state=host._train_state,
             servers=servers,
@@ -324,11 +324,13 @@ def saved_after(folder: Path, turns: range, servers: int, *, resume: Path | None
     return folder / "last"
 
 
+@pytest.mark.parametrize("policy", ["async", "async(aggregator=delay-compensated(scale=2.0, momentum=0.95))"])
 @pytest.mark.parametrize("servers", [1, 3])
-def test_a_run_of_two_servers_goes_on_with_another_number(tmp_path: Path, servers: int) -> None:
-    undisturbed = saved_after(tmp_path / "whole", range(16), 1)
-    half = saved_after(tmp_path / "half", range(8), 2)
-    rest = saved_after(tmp_path / "rest", range(8, 16), servers, resume=half)
+def test_a_run_of_two_servers_goes_on_with_another_number(tmp_path: Path, servers: int, policy: str) -> None:
+    undisturbed = saved_after(tmp_path / "whole", range(16), 1, policy=policy)
+    half = saved_after(tmp_path / "half", range(8), 2, policy=policy)
+    rest = saved_after(tmp_path / "rest", range(8, 16), servers, resume=half, policy=policy)
+    assert ("remembered" in parts_of(half)["trainee"]) == (policy != "async")
     assert_same(parts_of(half)["session"]["steps"], 8)
     assert_same(parts_of(rest), parts_of(undisturbed))
 

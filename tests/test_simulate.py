@@ -385,8 +385,8 @@ def test_times_without_a_formula_can_be_studied_too() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"workers": (1,)}, "workers are at least 2"),
-        ({"workers": (5, 5)}, "named twice"),
+        ({"workers": (1,)}, "workers must be different numbers from 2"),
+        ({"workers": (5, 5)}, "workers must be different numbers"),
         ({"iterations": 1}, "iterations must be at least 2"),
         ({"backup": 0.0}, "percentage"),
         ({"delay": "1+"}, "cannot read the delay"),

@@ -111,7 +111,15 @@ def test_gradients_are_of_the_parameters_as_read() -> None:
     "name", sorted(name for name, kind in POLICIES.items() if issubclass(kind, AllReduce | ServerPolicy))
 )
 def test_the_same_seed_gives_the_same_bytes(name: str) -> None:
-    policy = {"ssp": "ssp(bound=1)", "downpour": "downpour(period=2)", "ada-sync": "ada-sync(window=2)"}.get(name, name)
+    needed = {
+        "ssp": "bound=1",
+        "downpour": "period=2",
+        "ada-sync": "window=2",
+        "gradient-coding": "stragglers=1",
+        "draco": "faulty=1",
+    }
+    needed["easgd"] = "period=2, alpha=0.4"
+    policy = f"{name}({needed[name]})" if name in needed else name
     policy = f"{name}(k=3)" if name.startswith("k-") else policy
     options: dict[str, Any] = {"delay": "1+exp(1)", "problem": dropout_problem()}
     runs = [training(policy, 4, seed=seed, **options) for seed in (5, 5, 6)]
@@ -250,3 +258,21 @@ def test_any_data_set_will_do() -> None:
     rows = [(torch.tensor([float(n)]), torch.tensor(n)) for n in range(10)]
     inputs, targets = BatchQueue(rows, 4, seed=0).fetch(2)  # type: ignore[arg-type]  # has items and a length
     assert inputs.shape == (2, 1) and targets.tolist() == inputs.flatten().tolist()
+
+
+@pytest.mark.parametrize("policy", ["sync", "k-batch-async(k=2)", "downpour(period=2)", "all-reduce"])
+def test_a_run_may_end_after_commits(policy: str) -> None:
+    """Then it is evaluated after as many commits under every policy."""
+    scenario = Scenario(policy=policy, workers=3, delay="1+exp(1)")
+    counted = begin_training(scenario, make_plan(points=3), commits=10)
+    counted.finish()
+    found = counted.outcome()
+    assert found.run.commits == found.curve[-1].commits == 10
+    assert [point.commits for point in found.curve] == [0, 3, 6, 10]
+    times = [point.seconds for point in found.curve]
+    assert times[0] == 0 and times == sorted(times) and times[-1] == found.run.seconds
+    timed = begin_training(scenario, make_plan(points=3), seconds=found.run.seconds)
+    timed.finish()
+    assert timed.outcome().run.commits == 10
+    assert torch.equal(parameters(timed), parameters(counted))
+    assert timed.outcome().curve[-1].loss == found.curve[-1].loss

@@ -31,13 +31,13 @@ from paceline.delays.delay import Changed, Constant, Factors
 from paceline.delays.distributions import Times, Workers
 from paceline.optim import make_optimizer
 from paceline.policies import POLICIES, Async, KBatchAsync, ServerPolicy, parse_policy
-from paceline.policies.messages import PushKind
 from paceline.problems import Metric, Problem, Recipe
 from paceline.record.trace import Trace, TraceWriter
 from paceline.replay.plan import read_plan
 from paceline.replay.serving import ReplayServer
 from paceline.server.client import Client
-from paceline.server.local_steps import LocalSteps
+from paceline.server.local_steps import make_local_steps
+from paceline.server.part_sum import PartSum
 from paceline.train_state import TrainState
 from paceline.training.replay_problem import ProblemReplay
 from paceline.training.train import TrainConfig, make_model
@@ -122,7 +122,7 @@ class Outcome(NamedTuple):
 
 def outcome_of(train_state: TrainState, commits: int) -> Outcome:
     state = copy.deepcopy(train_state.state_dict())
-    for optimizer in state["optimizers"]:
+    for optimizer in [*state["optimizers"], state.get("remembered", {"state": {}})]:
         optimizer["state"] = dict(sorted(optimizer["state"].items()))  # and not by their first use
     return Outcome(state, commits)
 
@@ -188,13 +188,14 @@ class Worker:
     def __init__(self, case: Case, rank: int, address: str) -> None:
         self._case, train_state = case, case.train_state()
         self._model = train_state.model
-        self._local = LocalSteps(train_state) if case.policy.kind is PushKind.DIFFERENCE else None
+        self._local = make_local_steps(case.policy.kind, train_state, momentum=case.policy.local_momentum)
+        self._parts = PartSum(self._model) if case.policy.coded else None
         self._batches = NumberedBatches(case.problem.train, ShardedSampler(SAMPLES, BATCH, seed=SEED))
         self.client = Client(
             self._model, address=address, token=TOKEN, sealed=False, rank=rank, incarnation=0, memory=None
         )
         self.step: Go | None = None
-        self.batches: list[tuple[int, int]] = []  # of that step
+        self.batches: list[tuple[int, int, float]] = []  # of that step, with their weights
         self.client.describe(SAMPLES, BATCH, "short", True, 0)
         self.client.ask(case.epochs)
 
@@ -209,11 +210,16 @@ class Worker:
         answer = self.client.next_step(self._case.epochs)
         self.step = answer if isinstance(answer, Go) else None
         if self.step is not None:
-            self.batches = [(self.step.epoch, self.step.batch)]
-            for _ in range(self._case.policy.local_steps - 1):  # all at once, as on the virtual cluster
+            if self._local is not None:
+                self._local.answered(self.client.differences)
+            self.batches = [(self.step.epoch, self.step.batch, self.step.weight)]
+            for _ in range(
+                self._case.policy.local_steps - 1 + self.step.more
+            ):  # all at once, as on the virtual cluster
                 more = self.client.more()
-                assert more is not None
-                self.batches.append((more.epoch, more.batch))
+                if more is None:
+                    return  # it was cancelled
+                self.batches.append((more.epoch, more.batch, more.weight))
 
     def begin_in_time(self) -> None:
         """Wait for a step that is not cancelled."""
@@ -223,16 +229,22 @@ class Worker:
     def push(self) -> None:
         assert self.step is not None
         examples, loss = 0, torch.zeros(())
-        for batch in self.batches:
-            (inputs, targets), count = self._batches.fetch(*batch)
+        for epoch, number, weight in self.batches:
+            (inputs, targets), count = self._batches.fetch(epoch, number)
             self._model.zero_grad()
+            if self._local is not None:
+                self._local.begin(self.client.version)
             loss = self._case.problem.loss(self._model(inputs), targets)
             torch.autograd.backward(loss)
             examples += count
             if self._local is not None:
-                self._local.step(self.client.version)
+                self._local.step()
+            if self._parts is not None:
+                self._parts.add(weight)
         if self._local is not None:
             assert self._local.end()
+        if self._parts is not None:
+            self._parts.end()
         self.step = None
         self.client.push(examples=examples, loss=float(loss.detach()), seconds=0.0)
 
@@ -310,7 +322,7 @@ def replayed_as_script(case: Case, trace: Path, order: Sequence[int], has_step: 
     last = read_plan(Trace(trace)).commits[-1:]
     wanted = [(push.told.rank, push.told.step) for commit in last for push in commit.pushes]
     assert [(push.worker, push.step) for push in server.last_pushes()] == wanted
-    return outcome_of(train_state, replayed.commits)
+    return outcome_of(server._train_state, replayed.commits)
 
 
 def assert_all_the_same(case: Case) -> None:
@@ -325,7 +337,15 @@ def assert_all_the_same(case: Case) -> None:
         assert_same(virtual, live)
 
 
-AGGREGATED = ["median", "delay-compensated(scale=0.5)"]  # beside the mean
+AGGREGATED = [  # beside the mean
+    "median",
+    "trimmed-mean(drop=1)",
+    "krum(faulty=0)",
+    "multi-krum(faulty=0, keep=2)",
+    "geometric-median",
+    "delay-compensated(scale=0.5)",
+    "delay-compensated(scale=2.0, momentum=0.5)",
+]
 WEIGHT = st.one_of(st.sampled_from([0.0, 1.0, 0.5, 1 / 3, 1e-30]), st.floats(-2, 2))
 COMMIT = st.lists(st.tuples(st.integers(0, 7), WEIGHT), min_size=1, max_size=4).map(tuple)
 TURN = st.builds(Turn, st.lists(COMMIT, max_size=2).map(tuple), st.booleans())
@@ -352,8 +372,14 @@ def test_any_commits_come_to_the_same_bits_under_all_who_drive(
     assert_all_the_same(Case(policy=policy, problem=problem, times=times, ends=True, clip_norm=clip_norm))
 
 
-def test_the_law_has_every_aggregator() -> None:
-    assert {parse_aggregator(text).name for text in AGGREGATED} == AGGREGATORS.keys() - {"mean"}
+def test_what_an_aggregator_remembers_is_part_of_an_outcome() -> None:
+    policy = Async(aggregator="delay-compensated(scale=2.0, momentum=0.5)")
+    outcome, _ = on_virtual_cluster(Case(policy=policy, problem=make_problem(norm=False), times=[1, 3], ends=False))
+    assert len(outcome.state["remembered"]["state"]) == 6, "one for each tensor"
+
+
+def test_the_law_has_every_aggregator_but_that_of_draco() -> None:
+    assert {parse_aggregator(text).name for text in AGGREGATED} == AGGREGATORS.keys() - {"mean", "vote"}
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -363,11 +389,28 @@ def test_all_aggregators_come_to_the_same_bits_under_all_who_drive(aggregator: s
     assert_all_the_same(Case(policy=policy, problem=make_problem(norm=norm), times=[3, 1, 4, 1, 5, 2], ends=False))
 
 
-OPTIONS = {"ssp": "(bound=1)", "downpour": "(period=2)", "ada-sync": "(window=0)"}
+@pytest.mark.parametrize("text", ["async(weights=staleness)", "k-batch-async(k=2, weights=staleness(power=0.5))"])
+def test_weights_by_staleness_come_to_the_same_bits_under_all_who_drive(text: str) -> None:
+    policy = parse_policy(text)
+    assert isinstance(policy, ServerPolicy)
+    assert_all_the_same(Case(policy=policy, problem=make_problem(norm=True), times=[3, 1, 4, 1, 5, 2], ends=False))
+
+
+OPTIONS = {
+    "ssp": "(bound=1)",
+    "downpour": "(period=2)",
+    "ada-sync": "(window=0)",
+    "gradient-coding": "(stragglers=1)",
+    "easgd": "(period=2, alpha=0.4)",
+    "draco": "(faulty=1)",
+}
+IN_TURN = "easgd(period=1, alpha=0.4, order=round-robin, momentum=0.5)"  # several are sent on at once, and take batches
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("name", [name for name, kind in POLICIES.items() if issubclass(kind, ServerPolicy)])
+@pytest.mark.parametrize(
+    "name", [*(name for name, kind in POLICIES.items() if issubclass(kind, ServerPolicy)), IN_TURN]
+)
 def test_all_policies_come_to_the_same_bits_under_all_who_drive(name: str, norm: bool) -> None:
     policy = parse_policy(name + OPTIONS.get(name, "(k=2)" if name.startswith("k-") else ""))
     assert isinstance(policy, ServerPolicy)

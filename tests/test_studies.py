@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from paceline.commands.cli import main
 from paceline.errors import PacelineError, UsageError
@@ -25,12 +26,17 @@ from paceline.report.series import Axis, Series
 from paceline.spec import from_spec
 from paceline.studies import (
     STUDIES,
+    AdversariesStudy,
+    BatchesOrLearnersStudy,
     CommunicationStudy,
     DiLoCoStudy,
+    EASGDStudy,
+    EffectiveBatchStudy,
     LocalSGDStudy,
     OptimizersStudy,
     ScalingStudy,
     SMAStudy,
+    StalenessStudy,
     StragglersStudy,
     Study,
     StudyContext,
@@ -62,6 +68,9 @@ QUICK: dict[str, Study] = {
     "local-sgd": LocalSGDStudy(
         problem="digits", model="net1", examples=128, workers=2, batch_size=8, epochs=1, seeds=2
     ),
+    "effective-batch": EffectiveBatchStudy(
+        problem="digits", model="net1", examples=128, workers=2, batch_size=8, every=(2,), epochs=1, seeds=2
+    ),
     "scaling": ScalingStudy(
         problem="digits", model="net1", examples=256, workers=(1, 2), epochs=2, target=0.2, judges=100, seeds=2
     ),
@@ -80,6 +89,37 @@ QUICK: dict[str, Study] = {
         problem="digits", model="net1", workers=2, every=4, steps=8, judges=100, link="1ms 10kB/s", seeds=2
     ),
     "warm-up": WarmUpStudy(problem="digits", workers=8, rates=(0.1,), epochs=2, seeds=2),
+    "adversaries": AdversariesStudy(
+        problem="digits",
+        model="net1",
+        examples=256,
+        workers=3,
+        hostile=1,
+        attacks=("sign-flip(scale=10)", "label-flip"),
+        defences=("mean", "median", "k-sync(k=2)"),
+        epochs=1,
+        judges=100,
+        seeds=2,
+    ),
+    "easgd": EASGDStudy(
+        problem="digits",
+        model="net1",
+        examples=128,
+        workers=2,
+        periods=(1, 2),
+        momenta=(0.9,),
+        crowds=(2,),
+        epochs=1,
+        target=0.1,
+        judges=50,
+        seeds=2,
+    ),
+    "staleness": StalenessStudy(
+        problem="digits", model="net1", examples=128, workers=2, rates=(0.1, 0.2), epochs=1, judges=50, seeds=2
+    ),
+    "batches-or-learners": BatchesOrLearnersStudy(
+        problem="digits", model="net1", examples=256, workers=3, ks=(2,), rates=(0.1,), epochs=1, judges=100, seeds=2
+    ),
 }
 FORMULAS = {"communication"}  # nothing random in them, and nothing for threads to do
 FORMULA_ARGUMENTS = ["study", "communication", "--workers", "2,8", "--messages", "4kB"]
@@ -266,6 +306,17 @@ def test_plots_draw_zeros_single_points_and_many_panels(scale: Any, tmp_path: Pa
     axis = Axis(label="v", scale=scale)
     plots.draw("title", series, axis, axis, tmp_path / "plot.png")
     assert matplotlib.image.imread(tmp_path / "plot.png").ndim == 3
+
+
+def test_a_log_axis_is_labelled_where_few_points_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    for x in ((1.0, 4.0, 16.0), tuple(map(float, range(1, 17)))):
+        series = Series(label="a", panel="p", x=x, y=x)
+        plots.draw("title", [series], Axis(label="x", scale="log"), Axis(label="y"), tmp_path / "plot.png")
+    few, many = (figure.axes[0].get_xticks().tolist() for figure in drawn)
+    assert few == [1, 4, 16]
+    assert {1, 2, 5, 10} <= set(many) and 16 not in many
 
 
 # Options --------------------------------------------------------------------------------------------------

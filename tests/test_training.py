@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from same_bits import assert_same, metrics_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -19,6 +21,7 @@ from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.problems import Metric, Problem, Recipe
 from paceline.record.checkpoint import read_checkpoint
+from paceline.report.terminal import ProgressLine
 from paceline.schedules import ScheduleConfig
 from paceline.seeding import derive_seed, seed_streams
 from paceline.training.train import Progress, TrainConfig, evaluate, train
@@ -179,3 +182,15 @@ def test_a_configuration_that_cannot_be_is_refused(options: dict[str, Any], mess
     with pytest.raises(UsageError, match=message):
         train(TrainConfig(run=str(tmp_path / "run"), **options), problem())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"), [(0.1234567, "loss 0.1235"), (1.5e30, "loss 1.5e+30"), (-2e9, "loss -2e+09")]
+)
+def test_the_progress_line_stays_short(loss: float, shown: str) -> None:
+    """A loss that explodes, under an attack for example, leaves room for the rest."""
+    text = io.StringIO()
+    line = ProgressLine("digits", console=Console(file=text, width=79))
+    with line:
+        line(Progress(step=1, total_steps=2, epoch=0, loss=loss, examples_per_second=9.0, timing={}))
+    assert shown in text.getvalue() and "1/2" in text.getvalue()

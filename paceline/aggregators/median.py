@@ -21,7 +21,10 @@ class Median(Ranked):
     """
 
     name: ClassVar[str] = "median"
-    least: ClassVar[int] = 3
+
+    @property
+    def least(self) -> int:
+        return 3
 
     def choose(self, ranked: Sequence[Tensor]) -> Tensor:
         middle, odd = divmod(len(ranked), 2)

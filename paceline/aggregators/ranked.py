@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.aggregators.base import Aggregator
+from paceline.aggregators.base import Aggregator, as_real, total_of
 from paceline.errors import UsageError
 
 _BLOCK = 1 << 14  # coordinates that are sorted together: they stay in a core's cache
@@ -36,16 +35,11 @@ class Ranked(Aggregator):
         result = torch.empty_like(pushes[0], dtype=dtype)
         for start in range(0, len(result), _BLOCK):
             stop = start + _BLOCK
-            ranked = _rank([_as_real(push[start:stop].to(dtype)) for push in pushes])
-            _as_real(result[start:stop]).copy_(self.choose(ranked))
+            ranked = _rank([as_real(push[start:stop].to(dtype)) for push in pushes])
+            as_real(result[start:stop]).copy_(self.choose(ranked))
         result += 0.0  # zeros of both signs are equal, so that any may come first: let all be +0
-        total = math.fsum(weights)
-        return result if math.isclose(total, 1.0, rel_tol=1e-9) else result.mul_(total)
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs, of which each has an order."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        total = total_of(weights)
+        return result if total == 1.0 else result.mul_(total)
 
 
 def _rank(values: list[Tensor]) -> Sequence[Tensor]:

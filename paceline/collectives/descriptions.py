@@ -9,6 +9,7 @@ from torch import Tensor
 
 LENGTH = 2048  # enough for the shape of any tensor
 _CUT = LENGTH - 1  # the last byte is always zero
+RANKS_DIFFER = "the ranks differ"  # the beginning of every error about operations that differ, in native/ too
 
 
 def packed(text: str) -> Tensor:

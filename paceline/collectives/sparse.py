@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.core import SharedGroup
-from paceline.collectives.descriptions import LENGTH, difference, packed, unpacked
+from paceline.collectives.descriptions import LENGTH, RANKS_DIFFER, difference, packed, unpacked
 from paceline.collectives.tensors import Staged
 from paceline.errors import CommError, UsageError
 
@@ -31,7 +31,7 @@ def _compare(group: SharedGroup, described: str) -> None:
     group.all_gather(own.data_ptr(), all_told.data_ptr(), LENGTH, "uint8")
     differing = difference({rank: unpacked(told) for rank, told in enumerate(all_told)})
     if differing:
-        raise CommError(f"the ranks differ in a sum of group {group.name!r}: {differing}")
+        raise CommError(f"{RANKS_DIFFER} in a sum of group {group.name!r}: {differing}")
 
 
 def _gather_counts(group: SharedGroup, count: int) -> list[int]:

@@ -105,10 +105,14 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.argument("problem", default="digits")
 @click.option("--model", help="Another model than the problem's own.")
 @click.option("--data", type=PathType(), envvar="PACELINE_DATA", help="Where the data lies.  [PACELINE_DATA]")
+@click.option("--normalise", is_flag=True, help="Give images the mean 0 and the deviation 1.")
+@click.option("--xavier", is_flag=True, help="Fill the model's weights by Xavier's rule.")
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
 @click.option("--policy", default="all-reduce", show_default=True, help="How the workers keep pace.")
 @servers_option
 @delay_options
+@click.option("--attack", help='What hostile workers push, such as "sign-flip(scale=10)".')
+@click.option("--hostile", type=int, default=0, show_default=True, help="Workers that attack, from worker 0.")
 @click.option("--optimizer", help='Such as "sgd(lr=0.1, momentum=0.9)".')
 @click.option("--batch-size", type=int, help="Examples in a step of one worker.")
 @click.option("--epochs", type=int)
@@ -372,7 +376,7 @@ class _Studies(click.Group):
 @cli.group(cls=_Studies, invoke_without_command=True)
 @click.pass_context
 def study(context: click.Context) -> None:
-    """Measure a figure or table of the lecture decks again."""
+    """Measure a published figure or table again."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 

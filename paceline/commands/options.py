@@ -49,7 +49,7 @@ def needs_server(policy: str | None, asked_by: str | None, workers: int | None) 
     if isinstance(parsed, ServerPolicy):
         if workers is not None:
             parsed.begin(workers)
-        if parsed.aggregator != "mean":  # else torch need not be imported
+        if parsed.combined_by != "mean":  # else torch need not be imported
             from paceline.aggregators import aggregator_of
 
             aggregator_of(parsed, workers)

@@ -23,19 +23,23 @@ class BatchStream:
     def __init__(self) -> None:
         self.epoch = 0
         self.batch: Fetched | None = None  # handed out and not used yet
+        self.outdated = False  # the batch that was handed out comes again, perhaps shared out in another way
         self.handed_out = False  # any batch, in this process
         self.consumed = 0  # the feed's position after the last used batch
         self.owed: tuple[int, ...] = ()  # samples that this epoch takes once more at its end
         self.workers: tuple[Hashable, ...] = ()  # that may die, by rank; empty if none may
         self._at_start: dict[str, Any] | None = None  # the captured state that the present epoch's order depends on
         self._unit: str | None = None  # of the position
+        self.under_way = False  # an iteration over batches
+        self.before_batch: Callable[[], None] = lambda: None  # called when the loop asks for another one
         self._loaded = False
-        self._under_way = False
         self._feed: Feed | None = None  # the last one
         self._moved = False  # batches go on from another position, or for another rank
+        self._in_vain = False  # the next batch is outdated when it is handed out
         self._since: list[Used] = []  # used since the last exchange
         self._update: tuple[int, int, int] = (0, 0, 0)  # where the present update began: epoch, position, used batches
         self._taken: list[Fetched] = []  # in the present update, if the feed can only give them again
+        self._given_up: list[Fetched] = []  # to be given again, unless others have made that update
 
     def epochs(self, count: int) -> Iterator[int]:
         """Iterate over the unfinished epochs up to ``count``; the loop's body may call ``batches`` in each."""
@@ -53,28 +57,33 @@ class BatchStream:
         return self._batches(make_feed(), make_feed, epochs)
 
     def _batches(self, feed: Feed, make_feed: Callable[[], Feed], epochs: int | None) -> Iterator[Any]:
-        if self._under_way:
+        if self.under_way:
             raise UsageError(
                 "batches() is already under way in this session, and a checkpoint holds only one position; "
                 "use a plain DataLoader for other data, such as evaluation"
             )
-        self._under_way = True
+        self.under_way = True
         try:
             end = self.epoch + 1 if epochs is None else epochs
+            self.before_batch()
             while self.epoch < end:
                 if self._moved:
                     feed, self._moved = make_feed(), False
                 self._feed = feed
                 for batch in self._rest_of_epoch(feed):
-                    self.batch, self.handed_out = batch, True
+                    self.handed_out = True
+                    if self._in_vain:
+                        feed.take_back([batch])
+                    self.batch, self.outdated, self._in_vain = None if self._in_vain else batch, self._in_vain, False
                     yield batch.data
                     self.use()
-                    if self._moved and feed.shared:
+                    self.before_batch()
+                    if (self._moved or self.outdated) and feed.shared:
                         break
                 else:
                     self._finish_epoch(feed)
         finally:
-            self._under_way = False
+            self.under_way = False
 
     def use(self) -> None:
         """Count the batch that was handed out as used."""
@@ -103,12 +112,12 @@ class BatchStream:
         """
         epoch, position, used = self._update
         given_up, self._since = self._since[used:], self._since[:used]
-        self.batch = None
+        self.batch, self.outdated = None, self.batch is not None
         self.consumed = position if epoch == self.epoch else 0
         if self._feed is not None:
             ended = [each for each in given_up if each.epoch < self.epoch]
             self.owed += tuple(self._feed.samples_of(self.workers, ended))
-            self._feed.take_back(self._taken)
+        self._given_up = self._taken
 
     def exchanged(self) -> None:
         """What all workers have learned so far is in the state of each."""
@@ -124,9 +133,29 @@ class BatchStream:
         """What these workers would have learned in steps of which others know is owed already."""
         self.workers = _without(self.workers, workers)
 
-    def move(self, workers: tuple[Hashable, ...]) -> None:
-        """Go on with these workers, by rank."""
+    @property
+    def in_hand(self) -> bool:
+        """Whether the loop has a batch of which nothing comes, or will come if the workers change."""
+        return self.outdated or (self.batch is not None and self._feed is not None and self._feed.shared)
+
+    def move(self, workers: tuple[Hashable, ...], *, in_hand: bool, epoch: int) -> None:
+        """Go on with these workers, by rank, of which the furthest is in ``epoch`` and may have a batch in hand.
+
+        Nothing comes of such a batch. A worker that has not begun that turn of the loop then has one in vain too.
+        What is owed comes in that epoch: a worker that was about to end the one before has no more batches of it.
+        """
         self.workers, self._moved = workers, True
+        if self._feed is not None:
+            self._feed.take_back(self._given_up)
+        self._given_up = []
+        if self.in_hand:
+            self.batch, self.outdated = None, True
+        else:
+            self._in_vain = in_hand
+        if self.epoch < epoch and self._feed is not None and self._feed.shared:
+            owed = self.owed
+            self._finish_epoch(self._feed)
+            self.owed = owed
 
     # State ------------------------------------------------------------------------------------------------
 
@@ -143,7 +172,7 @@ class BatchStream:
         self.epoch = state["epoch"]
         self.consumed = state["consumed"]
         self.owed = tuple(state.get("owed", ()))
-        self.batch = None
+        self.batch, self.outdated, self._given_up = None, False, []
         self._unit = state["unit"]
         self._at_start = state["at_start"]
         self._loaded = True

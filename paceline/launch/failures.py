@@ -207,7 +207,7 @@ def _left(state: ProcessState, states: Sequence[ProcessState], *, some_suffer: b
         advice = "close it, by `with paceline.join(...) as session:`; or is there an exit, or a shorter loop, on some?"
         return Fault(rank=state.rank, at=at, what=what, advice=advice)
     waiting = [other.rank for other in states if other.in_session and other.sessions > state.sessions]
-    if waiting:
+    if waiting and not state.incarnation:  # nobody waits for one that came later
         what = f"exited with code 0 without joining the session that worker {waiting[0]} is in"
         advice = "all workers call paceline.join() equally often"
         return Fault(rank=state.rank, at=at, what=what, advice=advice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import runpy
@@ -13,13 +14,24 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, NonFiniteLossError, RunInUseError, UsageError
 
 _LONGEST = 32_000  # characters of a text, enough for any traceback that is read
 
 _OUR_FILES = (str(Path(__file__).with_name("worker.py")), runpy.__file__, "<frozen runpy>")
 
-_OUR_CODE = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)  # contextlib calls our generators
+_SAY_ALL = (UsageError, CheckpointError, RunInUseError, NonFiniteLossError)  # what was found, and what to do
+
+
+def _folder_of(package: str) -> str:
+    """Where the files of a package lie; it is not imported for that."""
+    found = importlib.util.find_spec(package)
+    assert found is not None and found.origin is not None
+    return f"{Path(found.origin).parent}{os.sep}"
+
+
+# contextlib calls our generators, and click our commands.
+_OUR_CODE = (_folder_of("paceline"), _folder_of("click"), contextlib.__file__)
 
 _descriptor: int | None = None
 _writing = threading.RLock()  # reentrant: a signal handler may report while its thread is reporting
@@ -80,7 +92,7 @@ def report_failure(error: BaseException) -> None:
     report(
         "failed",
         type=type(error).__name__,
-        traceback="".join(_readable(error).format()),
+        traceback=_readable(error),
         first_types=[kind.__name__ for kind in type(first).__mro__],
         first_message="".join(traceback.format_exception_only(first)),
     )
@@ -94,12 +106,12 @@ def frames_of_the_script(error: BaseException) -> TracebackType | None:
     return frames
 
 
-def _readable(error: BaseException) -> traceback.TracebackException:
-    """The traceback to show; for a ``UsageError`` only the user's frames."""
+def _readable(error: BaseException) -> str:
+    """The traceback to show; for an error whose message says all, only the user's frames."""
     shown = traceback.TracebackException(type(error), error, frames_of_the_script(error))
-    if isinstance(error, UsageError):
+    if isinstance(error, _SAY_ALL):
         _leave_out_ours(shown)
-    return shown
+    return "".join(shown.format() if shown.stack else shown.format_exception_only())
 
 
 def _leave_out_ours(shown: traceback.TracebackException) -> None:

@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-# What a worker gives up or repeats: a step (also: it is between two, where others may join), the exchange after an
-# update, the last exchange, or something that changes no state of the run.
-Doing = Literal["step", "exchange", "end", "other"]
+# What a worker gives up or repeats: a step, the exchange after an update, the last exchange, or something that changes
+# no state of the run. Or it begins a turn of its loop, where others may join.
+Doing = Literal["step", "exchange", "end", "other", "turn"]
 
 
 class Member(NamedTuple):
@@ -33,10 +33,12 @@ class Status(NamedTuple):
     operations: int = 0  # exchanges done with all others
     doing: Doing = "other"
     has_state: bool = False  # the state of the run; a worker that joins does not have it yet
+    in_hand: bool = False  # its loop has a batch of which nothing comes
+    epoch: int = 0
 
     @property
-    def progress(self) -> tuple[int, int]:
-        return self.steps, self.operations
+    def progress(self) -> tuple[int, int, int]:
+        return self.steps, self.operations, self.epoch
 
 
 class Formation(NamedTuple):
@@ -57,6 +59,11 @@ class Formation(NamedTuple):
         """The status of the source."""
         assert self.source is not None
         return self.statuses[self.source]
+
+    @property
+    def in_hand(self) -> bool:
+        """Whether one that is furthest, of perhaps several, has a batch in hand."""
+        return any(status.in_hand for status in self.statuses if status.progress == self.furthest.progress)
 
     @property
     def newcomers(self) -> list[Member]:
@@ -80,7 +87,7 @@ class Roster:
     """What the log says about one session of the run; a worker whose process has died is in no later group.
 
     A group forms when every worker that has neither died nor left waits for it. A worker that joins is let in only
-    where the others are between two steps: there its script, which begins anew, meets them.
+    where the others begin a turn of their loop: there its script, which begins anew, meets them.
     """
 
     def __init__(self, session: int, workers: int) -> None:
@@ -134,7 +141,7 @@ class Roster:
             return None
         keeping = [member for member in present if self._waiting[member].has_state]
         furthest = max((self._waiting[member] for member in keeping), key=lambda status: status.progress, default=None)
-        if furthest is not None and furthest.doing != "step":
+        if furthest is not None and furthest.doing != "turn":
             present = set(keeping)
         self._number += 1
         for member in present:
@@ -153,21 +160,21 @@ class RunLog:
     """The file: lines of JSON that any process of the run appends, and this reader's place in it."""
 
     def __init__(self, file: int) -> None:
-        self._file = file
+        self.file = file
         self._place = 0
 
     def append(self, event: str, member: Member, **values: Any) -> None:
         """Add a line at the end."""
         line = json.dumps({"event": event, "member": member, **values}).encode()
         # The newline in front ends the line of a process that was killed while it wrote.
-        os.write(self._file, b"\n" + line + b"\n")
+        os.write(self.file, b"\n" + line + b"\n")
 
     def read(self) -> list[dict[str, Any]]:
         """The lines since the last call."""
-        size = os.fstat(self._file).st_size
+        size = os.fstat(self.file).st_size
         if size == self._place:  # as in nearly every step
             return []
-        data = os.pread(self._file, size - self._place, self._place)
+        data = os.pread(self.file, size - self._place, self._place)
         whole = data[: data.rfind(b"\n") + 1]
         self._place += len(whole)
         lines = []

@@ -146,6 +146,14 @@ class Service:
                 self._handle_kill(state)
         self._tell_of_groups()
 
+    def tell_of_ends(self) -> None:
+        """Tell the workers of a run that is stopping which of them have ended, so that none waits for these."""
+        for state in self._processes.states:
+            ended = state.rank >= 0 and state.code is not None
+            if ended and (state.rank, state.incarnation) not in self._handled_kills:
+                self._handled_kills.add((state.rank, state.incarnation))
+                self._log_death(state)
+
     def fault(self) -> Fault | None:
         """The first failure, if any."""
         return find_fault(self._processes.states, with_server=self.with_server) or self._overdue()
@@ -201,8 +209,7 @@ class Service:
         if killed.rank <= SERVER:
             self._replace_servers(killed)
             return
-        for log in self._log_fds:
-            RunLog(log).append("died", Member(killed.rank, killed.incarnation))
+        self._log_death(killed)
         among_peers = killed.survives and not self.with_server
         if among_peers:
             self._killed += filter(None, [find_kill(killed)])
@@ -225,6 +232,10 @@ class Service:
             self._tell_of(killed, f"the run goes on with {left}")
         elif any(state.code == 0 for state in workers):
             self._tell_of(killed, "the others had ended")
+
+    def _log_death(self, state: ProcessState) -> None:
+        for log in self._log_fds:
+            RunLog(log).append("died", Member(state.rank, state.incarnation))
 
     def _comes_again(self, killed: ProcessState) -> bool:
         if self._options.replay is not None:

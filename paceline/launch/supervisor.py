@@ -73,7 +73,7 @@ def supervise(
         fault = _watch(processes, service, store, stop)
         service.tell_the_rest()
         if fault is None and stop:
-            fault = _stop(processes, stop)
+            fault = _stop(processes, service, stop)
     if fault is not None:
         processes.output.write("stderr", fault.message(started))
     if stop:
@@ -127,7 +127,7 @@ def _watch(processes: Processes, service: Service, store: HostedStore | None, st
         service.attend()
         fault = service.fault()
     if fault is not None and not fault.traceback:
-        _hear_of_signals(processes, stop)
+        _hear_of_signals(processes, service, stop)
     if fault is None or stop:
         return None
     processes.wait(_TIME_TO_GATHER)
@@ -138,11 +138,11 @@ def _watch(processes: Processes, service: Service, store: HostedStore | None, st
     return fault
 
 
-def _hear_of_signals(processes: Processes, stop: list[int]) -> None:
+def _hear_of_signals(processes: Processes, service: Service, stop: list[int]) -> None:
     """If a worker got a signal and all workers stop, let them save, and take the signal for ours."""
     if all(state.asked_by is None for state in processes.states):
         return
-    processes.wait(_TIME_TO_SAVE, until=lambda: bool(stop))
+    _let_save(processes, service, until=lambda: bool(stop))
     asked = next((state for state in processes.states if state.asked_by), None)
     if asked is not None and not stop:
         stop.append(asked.asked_by or 0)
@@ -150,10 +150,20 @@ def _hear_of_signals(processes: Processes, stop: list[int]) -> None:
         processes.output.write("stderr", f"paceline: worker {asked.rank} was asked to stop by {name}\n")
 
 
-def _stop(processes: Processes, stop: list[int]) -> Fault | None:
+def _let_save(processes: Processes, service: Service, until: Callable[[], bool]) -> None:
+    """Give the workers time to save and end, each without those that have ended before."""
+
+    def over() -> bool:
+        service.tell_of_ends()
+        return until()
+
+    processes.wait(_TIME_TO_SAVE, until=over)
+
+
+def _stop(processes: Processes, service: Service, stop: list[int]) -> Fault | None:
     """Pass the signal on and give the workers time to save; return a failure in that time."""
     processes.signal(signal.SIGINT if stop[0] == signal.SIGINT else signal.SIGTERM)
-    processes.wait(_TIME_TO_SAVE, until=lambda: len(stop) > 1)
+    _let_save(processes, service, until=lambda: len(stop) > 1)
     fault = find_fault([state for state in processes.states if state.failure is not None])
     return fault if _is_certain(fault) else None
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.errors import CommError
+from paceline.errors import OutOfStepError
 from paceline.peers.group import Peers, Pending
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -102,7 +102,7 @@ class Averager:
     def _check_tag(self, found: float) -> None:
         wanted = self._tag % _TAG_PERIOD * self._peers.size
         if found != wanted:
-            raise CommError(
+            raise OutOfStepError(
                 f"worker {self._peers.rank}: the workers have fallen out of step at its step {self._tag} (their sum "
                 f"should be {wanted}, and is {found:g}); do all make the same number of steps?"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.errors import CommError
+from paceline.errors import OutOfStepError
 from paceline.peers.group import Peers
 
 _TAG, _TOTAL, _EXAMPLES, _LOSS, _LOSSES, _STOP, _USED = range(7)
@@ -84,7 +84,7 @@ class Control:
     def _compare(self, what: str, found: float, own: int, question: str) -> None:
         wanted = own % _TAG_PERIOD * self._peers.size
         if found != wanted:
-            raise CommError(
+            raise OutOfStepError(
                 f"worker {self._peers.rank}: the workers have fallen out of step at its {what} {own} (their sum "
                 f"should be {wanted}, and is {found:g}); {question}"
             )

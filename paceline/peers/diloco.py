@@ -87,6 +87,7 @@ class DiLoCoExchange(PeriodicExchange):
     def __init__(self, model: nn.Module, peers: Peers, policy: DiLoCo) -> None:
         super().__init__(model, peers, policy)
         self._diloco = policy
+        self._given_up = 0  # the step up to which no exchange begins in the background
         self._begin_at_parameters()
 
     def _begin_at_parameters(self) -> None:
@@ -101,19 +102,22 @@ class DiLoCoExchange(PeriodicExchange):
             for indices in self._diloco.cut([parameter.numel() for parameter in self._trained])
         ]
 
-    def accumulate(self, *, examples: int, total: int | None) -> None:
-        super().accumulate(examples=examples, total=total)
+    def count(self, examples: int) -> None:
+        super().count(examples)
         for fragment in self._fragments:
             fragment.examples += examples
 
     def after_update(self, progress: Progress) -> bool:
         super().after_update(progress)
         due = [each for each in self._fragments if each.due is not None and each.due <= progress.steps]
+        self.exchanges = bool(due)
         stops = [self._merge(fragment) for fragment in due]
         return any(stops)
 
     def exchange(self, progress: Progress) -> bool:
         number = self._diloco.fragment(progress.steps)
+        if self._diloco.overlap and progress.steps <= self._given_up:
+            return False
         if number is not None:  # else the run goes on with other options, which are followed from now on
             fragment = self._fragments[number]
             fragment.start(self._statistics(fragment), step=progress.steps, stop=self._backward.stop())
@@ -121,6 +125,8 @@ class DiLoCoExchange(PeriodicExchange):
 
     def _merge(self, fragment: _Fragment) -> bool:
         fragment.wait()
+        if self._diloco.overlap and self._peers.may_lose:
+            self.confirm()  # else one that has begun it long ago may be several exchanges behind
         if fragment is self._fragments[-1]:
             self.follow_counts(self.buffers())
         stop = fragment.merge(self._statistics(fragment))
@@ -137,6 +143,9 @@ class DiLoCoExchange(PeriodicExchange):
         super().agreed()
         for fragment in self._fragments:
             fragment.examples = 0
+
+    def give_up(self, steps: int) -> None:
+        self._given_up = steps
 
     # State ------------------------------------------------------------------------------------------------
 

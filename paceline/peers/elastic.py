@@ -66,7 +66,8 @@ class ElasticExchange(ReplicasExchange):
             self._start(now=True)
 
     def after_update(self, progress: Progress) -> bool:
-        if not self._exchanging and self._rule.exchanges_in(progress.steps):  # it failed, since a worker has died
+        self.exchanges = self._rule.exchanges_in(progress.steps)
+        if self.exchanges and not self._exchanging:  # it failed, since a worker has died
             self._updates = progress.steps - 1
             self._take_differences()
             self._start(now=True)
@@ -82,6 +83,7 @@ class ElasticExchange(ReplicasExchange):
         return stop
 
     def release(self, *, failed: bool = False) -> None:
+        super().release(failed=failed)
         if failed:
             self._broken = self._broken or self._exchanging
             self._taken = False

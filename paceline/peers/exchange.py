@@ -32,6 +32,7 @@ class Exchange(Protocol):
     rank: int
     world_size: int
     replicas_differ: bool  # whether the workers' parameters may differ between steps
+    exchanges: bool  # whether the last update was one after which workers exchange: the same on all of them
     common_state: tuple[str, ...]  # entries of the state that are the same on all workers
 
     @property
@@ -118,6 +119,13 @@ class Exchange(Protocol):
         """All workers have the same parameters now."""
         ...
 
+    def give_up(self, steps: int) -> None:
+        """Workers have died or joined: no worker begins in the background what was to begin up to this step.
+
+        Those that had begun it have left it behind with the exchange of before.
+        """
+        ...
+
     def close(self) -> None:
         """Release the model; the group stays."""
         ...
@@ -129,6 +137,7 @@ class Alone:
     rank = 0
     world_size = 1
     replicas_differ = False
+    exchanges = True
     common_state: tuple[str, ...] = ()
 
     @property
@@ -190,6 +199,9 @@ class Alone:
         pass
 
     def agreed(self) -> None:
+        pass
+
+    def give_up(self, steps: int) -> None:
         pass
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -25,6 +26,7 @@ _TIME_TO_LEARN = 10.0  # seconds for the supervisor to tell of a death
 _TIMEOUT = 1800.0  # seconds for the other workers to come, and of a group's calls
 
 _sessions = itertools.count()
+_open: Counter[tuple[int, Member]] = Counter()  # the sessions that each worker of each run has now
 
 
 class RunOverError(CommError):
@@ -72,6 +74,8 @@ class Forming:
         self._peers: Peers | None = None
         self._traffic = Traffic()  # of all groups
         self.formation = Formation(0, (), ())  # of the present group
+        self._place = seat.log.file, seat.member
+        _open[self._place] += 1
 
     def form(self, status: Status, *, failed: bool = True) -> Peers:
         """Wait for all workers that are left, and return the group of them.
@@ -92,7 +96,7 @@ class Forming:
             except CommError as error:
                 self.await_death(error)
                 continue
-            self._peers = Peers(group, rank, len(formation.members), self._device, self._traffic)
+            self._peers = Peers(group, rank, len(formation.members), self._device, self._traffic, may_lose=True)
             return self._peers
 
     def await_death(self, error: CommError) -> None:
@@ -105,15 +109,18 @@ class Forming:
             self._hear()
 
     def is_due(self, operations: int, lead: int) -> bool:
-        """Whether all form a new group now, between two steps, to let others in.
+        """Whether all form a new group now, where a turn of their loop begins, to let others in.
 
         Worker 0 invites those that wait. It does so before it takes part in the next exchange, so others know of the
         invitation after that exchange, or after as many more as they may be ahead (``lead``).
+
+        Nobody is let in while this worker has two sessions: one that is in the first of them waits to be let into the
+        other, where the others do not come without it.
         """
         self._hear()
         if self._roster.invited_after is not None:
             return operations >= self._roster.invited_after
-        if self._roster.newcomers and self.formation.members[0] == self._member:
+        if self._roster.newcomers and self.formation.members[0] == self._member and _open[self._place] == 1:
             self._append("invite", after=operations + 1 + lead)
         return False
 
@@ -126,13 +133,15 @@ class Forming:
         self._hear()
         return bool(self._roster.left)
 
-    def close(self, *, ended_well: bool = False) -> None:
-        """Leave the present group; calls of others that wait for this worker fail.
-
-        One that has ``ended_well`` is not waited for any more.
-        """
+    def leave(self, *, ended_well: bool) -> None:
+        """End the session on this worker; one that has ``ended_well`` is not waited for any more."""
+        _open[self._place] -= 1
         if ended_well:
             self._append("left")
+        self.close()
+
+    def close(self) -> None:
+        """Leave the present group; calls of others that wait for this worker fail."""
         if self._peers is not None:
             self._peers.close()
             self._peers = None

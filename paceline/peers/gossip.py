@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import CommError
+from paceline.errors import OutOfStepError
 from paceline.peers.flat import by_dtype, count, flatten, unflatten
 from paceline.peers.group import Peers, Pending
 from paceline.peers.replicas import ReplicasExchange
@@ -101,7 +101,7 @@ class GossipExchange(ReplicasExchange):
         self._peers.receive(header, sender).wait()
         its_step, stop_in, weight = header.tolist()
         if its_step != step or (stop_in == _MEETING) != meeting:
-            raise CommError(
+            raise OutOfStepError(
                 f"worker {self.rank}: the workers have fallen out of step: it {_doing(step, meeting)}, and worker "
                 f"{sender} {_doing(int(its_step), stop_in == _MEETING)}; do all make the same number of steps?"
             )
@@ -136,6 +136,14 @@ class GossipExchange(ReplicasExchange):
     def gather(self, state: Any) -> list[Any]:
         self._meet()
         return super().gather(state)
+
+    def mean(self, value: Tensor, weight: float) -> Tensor:
+        self._meet()
+        return super().mean(value, weight)
+
+    def largest(self, number: int) -> int:
+        self._meet()
+        return super().largest(number)
 
     def state_dict(self) -> dict[str, Any]:
         mixed = [] if self._weight == 1 else [flat.mixed for flat in self._flats.values()]

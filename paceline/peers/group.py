@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.collectives.descriptions import RANKS_DIFFER
 from paceline.collectives.register import NAME
-from paceline.errors import LostContactError
+from paceline.errors import LostContactError, OutOfStepError
 
 
 class Pending(Protocol):
@@ -43,6 +44,7 @@ class Peers:
     size: int
     device: torch.device  # of the group's tensors
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    may_lose: bool = False  # if a worker dies, the others go on in another group
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate zeros for repeated reductions; all workers must make the same call together.
@@ -129,11 +131,17 @@ class Peers:
         """Turn a failed collective into an error that names the worker and its operation."""
         try:
             yield
-        except LostContactError:
+        except (LostContactError, OutOfStepError):
             raise
         except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            if reason.startswith(RANKS_DIFFER):
+                raise OutOfStepError(
+                    f"worker {self.rank} of {self.size} has fallen out of step while {what}: {reason}; do all make the "
+                    "same number of steps, and call mean(), averaged() and save() equally often?"
+                ) from error
             raise LostContactError(
-                f"worker {self.rank} of {self.size} lost contact while {what}: {str(error).splitlines()[0]}; "
+                f"worker {self.rank} of {self.size} lost contact while {what}: {reason}; "
                 "another worker has probably died, look for its own error"
             ) from error
 

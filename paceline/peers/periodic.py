@@ -25,7 +25,8 @@ class PeriodicExchange(ReplicasExchange):
         self._due = min(self._due or due, due)  # sooner if the run goes on with a shorter period
 
     def after_update(self, progress: Progress) -> bool:
-        if progress.steps < self._due:
+        self.exchanges = progress.steps >= self._due
+        if not self.exchanges:
             return False
         stop = self.exchange(progress)
         self._due = progress.steps + self.period(progress)

@@ -36,6 +36,7 @@ class ReplicasExchange(PeersExchange):
         self._averager = Averager(peers)
         self._steps = 0  # since all workers had the same parameters
         self._examples = 0  # of this worker in these steps
+        self._in_update = 0  # its examples in the update under way
         self._backward = BackwardPass(0)  # of the update under way
         self._prepared = False  # before_update was called for the update under way
         self._own: tuple[list[Tensor | None], list[Tensor]] | None = None  # gradients and buffers before borrowed data
@@ -47,7 +48,10 @@ class ReplicasExchange(PeersExchange):
 
     @abstractmethod
     def after_update(self, progress: Progress) -> bool:
-        """Exchange what is due; return whether a worker was asked to stop, if all learn it now."""
+        """Exchange what is due; return whether a worker was asked to stop, if all learn it now.
+
+        Set ``exchanges`` where that is not after every update.
+        """
 
     def load_answer(self) -> None:
         """Put the answer of the run, as it is now, into the model; all workers call it together."""
@@ -74,6 +78,10 @@ class ReplicasExchange(PeersExchange):
         """This worker's weight in an average of the models."""
         return self._examples
 
+    def count(self, examples: int) -> None:
+        """This worker has made an update with so many examples."""
+        self._examples += examples
+
     def follow_counts(self, buffers: Sequence[Tensor]) -> None:
         """Copy worker 0's values of the buffers that have no average."""
         with self._peers.explain("sending buffers"):
@@ -87,7 +95,7 @@ class ReplicasExchange(PeersExchange):
 
     def accumulate(self, *, examples: int, total: int | None) -> None:
         self._leave_out_borrowed()
-        self._examples += examples
+        self._in_update += examples
         if examples == 0:
             gradients = [None if each.grad is None else each.grad.clone() for each in self._trained]
             self._own = gradients, [buffer.clone() for buffer in self.buffers()]
@@ -111,7 +119,14 @@ class ReplicasExchange(PeersExchange):
     def updated(self, progress: Progress) -> bool:
         self._prepared = False
         self._steps += 1
+        self.count(self._in_update)
+        self._in_update = 0
         return self.after_update(progress)
+
+    def release(self, *, failed: bool = False) -> None:
+        if failed:
+            self._leave_out_borrowed()
+            self._in_update = 0
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -128,10 +143,15 @@ class ReplicasExchange(PeersExchange):
         self.load_answer()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "examples": self._examples}
+        return {"steps": self._steps, "examples": self._examples, "in_update": self._in_update}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps, self._examples = int(state.get("steps", 0)), int(state.get("examples", 0))
+        self._steps, self._examples, self._in_update = (
+            int(state.get(name, 0)) for name in ("steps", "examples", "in_update")
+        )
+
+    def close(self) -> None:
+        self._leave_out_borrowed()
 
     def _leave_out_borrowed(self) -> None:
         """Restore the gradients and buffers from before a pass over borrowed data."""

@@ -9,9 +9,12 @@ from paceline.policies.all_reduce import AllReduce
 from paceline.policies.base import PeersPolicy, Policy
 from paceline.policies.diloco import DiLoCo
 from paceline.policies.downpour import Downpour
+from paceline.policies.draco import Draco
+from paceline.policies.easgd import EASGD
 from paceline.policies.elastic import SMA, ElasticPolicy, ElasticRule, SyncEASGD
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
 from paceline.policies.gossip import Gossip
+from paceline.policies.gradient_coding import GradientCoding
 from paceline.policies.local_sgd import LocalSGD
 from paceline.policies.periodic import Periodic
 from paceline.policies.post_local_sgd import PostLocalSGD
@@ -21,6 +24,7 @@ from paceline.policies.ssp import SSP
 from paceline.spec import from_spec
 
 __all__ = [
+    "EASGD",
     "POLICIES",
     "SMA",
     "SSP",
@@ -30,9 +34,11 @@ __all__ = [
     "Async",
     "DiLoCo",
     "Downpour",
+    "Draco",
     "ElasticPolicy",
     "ElasticRule",
     "Gossip",
+    "GradientCoding",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
@@ -69,6 +75,9 @@ _SERVER: tuple[type[ServerPolicy], ...] = (
     SSP,
     AdaSync,
     Downpour,
+    GradientCoding,
+    EASGD,
+    Draco,
 )
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
 

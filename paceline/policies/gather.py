@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.errors import UsageError
-from paceline.policies.messages import NOTHING, WORKER, Action, Actions, Cancel, Continue, Drop, Push, Send, mean_of
+from paceline.policies.messages import NOTHING, WORKER, Action, Actions, Cancel, Continue, Drop, Push, Send
 from paceline.policies.server import ServerPolicy
 from paceline.policies.state import ServerState
 
@@ -21,9 +21,13 @@ from paceline.policies.state import ServerState
 class Gather(ServerPolicy):
     """Commit when there are enough pushes."""
 
-    adds_up = True
+    takes_all = True
     counts_batches = False  # whether several pushes of one worker count; if so, no worker waits for others
     cancels = False  # whether late work is cancelled, so that no push is ever stale
+
+    @property
+    def has_stale_pushes(self) -> bool:
+        return not self.cancels
 
     @abstractmethod
     def enough(self, state: ServerState) -> int:
@@ -76,7 +80,7 @@ class Gather(ServerPolicy):
         return self._commit(state, at) if 0 < self.enough(state) <= len(state.pending) else NOTHING
 
     def _commit(self, state: ServerState, at: float) -> Actions:
-        commit = mean_of(state.pending)
+        commit = self.commit_of(state, state.pending)
         state.pending = []
         state.credited.clear()
         state.version += 1
@@ -111,6 +115,7 @@ class Sync(Gather):
     """
 
     name: ClassVar[str] = "sync"
+    has_stale_pushes = False
 
     def pushes_per_commit(self, workers: int) -> int:
         return workers

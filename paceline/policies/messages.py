@@ -14,6 +14,7 @@ class PushKind(Enum):
 
     GRADIENT = "gradient"  # of the worker's loss; the server's optimizer steps with it
     DIFFERENCE = "difference"  # after the worker's own steps, minus as it was read; the server adds it
+    PARAMETERS = "parameters"  # the worker's own; the server's move toward them, and they toward the server's
 
 
 class Push(NamedTuple):
@@ -37,10 +38,23 @@ def pushes_of(workers: Sequence[int], step: int, version: int, examples: int) ->
 
 
 class Commit(NamedTuple):
-    """Update the parameters once, with these pushes; the policy's aggregator combines them by their weights."""
+    """Update the parameters once, with these pushes; the policy's aggregator combines them by their weights.
+
+    Pushes of parameters x are exchanged: weight (x - z), of the server's parameters z, is added to z for each, and its
+    worker takes the same from x.
+    """
 
     pushes: tuple[Push, ...]
     weights: tuple[float, ...]
+    groups: tuple[int, ...] = ()  # of each push, if those of one group are of the same batches
+
+
+class Work(NamedTuple):
+    """Some parts of a round. The worker pushes the sum of their gradients, each times its coefficient."""
+
+    round: int  # a round is over when its commit is made, or when work of a later one is sent
+    num_parts: int  # of the round; each is a batch
+    parts: tuple[tuple[int, float], ...]  # of this worker, in order: number from 0, and coefficient
 
 
 class Send(NamedTuple):
@@ -48,6 +62,7 @@ class Send(NamedTuple):
 
     workers: tuple[int, ...]
     step: int
+    work: tuple[Work, ...] = ()  # of each worker; empty: each has a batch of its own
 
 
 class Continue(NamedTuple):

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from paceline.errors import UsageError
 from paceline.policies.base import Policy
-from paceline.policies.messages import NOTHING, Actions, Push, PushKind
+from paceline.policies.messages import NOTHING, Actions, Commit, Push, PushKind, mean_of
 from paceline.policies.state import NOT_YET, ServerState
+from paceline.policies.weights import ByExamples, parse_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +24,23 @@ class ServerPolicy(Policy, ABC):
     have no step, such as those that just joined.
     """
 
-    adds_up: ClassVar[bool] = False  # whether every commit is ``mean_of`` all pushes since the last, in order
-    kind: ClassVar[PushKind] = PushKind.GRADIENT  # of differences, all steps begin with a Send and none with a Continue
+    takes_all: ClassVar[bool] = False  # whether every commit is ``commit_of`` all pushes since the last, in order
+    coded: ClassVar[bool] = False  # whether steps are parts of rounds, which every Send names as the worker's work
+    # Of differences and parameters, all steps begin with a Send and none with a Continue. A worker that has pushed
+    # parameters is sent no step before their commit, and neither is its next incarnation.
+    kind: ClassVar[PushKind] = PushKind.GRADIENT
 
     aggregator: str = "mean"  # how the pushes of a commit combine: the text form of an aggregator
+    weights: str = "examples"  # how much each of them counts: the text form of weights
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        weights = parse_weights(self.weights)
+        if not (self.has_stale_pushes or isinstance(weights, ByExamples)):
+            raise UsageError(
+                f"policy {self.name!r}: no push is ever stale under {self.name}, so weights={self.weights} changes "
+                "nothing; leave it out, or use an asynchronous policy such as async"
+            )
 
     def begin(self, workers: int) -> ServerState:
         """Make the state of a run that expects the workers 0 to ``workers`` - 1."""
@@ -45,13 +59,41 @@ class ServerPolicy(Policy, ABC):
         return type(self.new_state()).from_dict(saved)
 
     @property
+    def adds_up(self) -> bool:
+        """Whether every commit is ``mean_of`` all pushes since the last, in order."""
+        return self.takes_all and isinstance(parse_weights(self.weights), ByExamples)
+
+    @property
+    def has_stale_pushes(self) -> bool:
+        """Whether a push may be committed after others that its worker had not read."""
+        return True
+
+    def commit_of(self, state: ServerState, pushes: Sequence[Push]) -> Commit:
+        """The next commit, of these pushes; ``state.version`` does not count it yet."""
+        return parse_weights(self.weights).weigh(mean_of(pushes), state.version)
+
+    @property
+    def combined_by(self) -> str:
+        """The text form of the aggregator: the option, unless the policy needs a certain one."""
+        return self.aggregator
+
+    @property
     def local_steps(self) -> int:
-        """The steps that a worker makes with its own optimizer before it pushes their difference."""
+        """The steps that a worker makes with its own optimizer before it pushes what has become of its parameters."""
         return 1
+
+    @property
+    def local_momentum(self) -> float:
+        """The Nesterov momentum of these steps, beside that of the optimizer; only for pushes of parameters."""
+        return 0.0
 
     @abstractmethod
     def pushes_per_commit(self, workers: int) -> int:
-        """The number of pushes per commit at the start of a run; for learning-rate schedules."""
+        """The number of pushes per commit at the start of a run."""
+
+    def batches_per_commit(self, workers: int) -> int:
+        """The number of batches whose mean a commit takes at the start of a run; for learning-rate schedules."""
+        return self.pushes_per_commit(workers)
 
     @abstractmethod
     def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
@@ -68,6 +110,14 @@ class ServerPolicy(Policy, ABC):
     @abstractmethod
     def pushed(self, state: ServerState, push: Push, at: float) -> Actions:
         """A worker's push has arrived."""
+
+    def skipped(self, state: ServerState, worker: int, at: float) -> Actions:
+        """A worker's step came to nothing, since its gradients are not finite; another step is requested."""
+        return self.asked(state, worker, at)
+
+    def idle(self, state: ServerState, worker: int, at: float) -> Actions:
+        """There are fewer batches than the worker's round has parts, and none for the work that it was sent."""
+        return NOTHING
 
     def ended(self, state: ServerState, at: float) -> Actions:
         """The data is used up and no more pushes will come: commit all pending pushes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.policies.messages import NOTHING, Actions, Drop, Push, mean_of
+from paceline.policies.messages import NOTHING, Actions, Drop, Push
 from paceline.policies.server import ServerPolicy
 from paceline.policies.state import NOT_YET, ServerState
 
@@ -58,7 +58,7 @@ class SSP(ServerPolicy):
     """
 
     name: ClassVar[str] = "ssp"
-    adds_up = True
+    takes_all = True
 
     bound: int
 
@@ -106,12 +106,13 @@ class SSP(ServerPolicy):
             return (Drop(push),)
         state = _own(state)
         slowest = state.slowest
+        commit = self.commit_of(state, (push,))
         state.version += 1
         state.tick(push.worker)
         state.waiting[push.worker] = None
         # Waiting workers wait until the slowest clock moves, so only then are the others checked.
         candidates = state.waiting if state.slowest > slowest else (push.worker,)
-        return (mean_of((push,)), *self._release(state, candidates))
+        return (commit, *self._release(state, candidates))
 
     def _release(self, state: SSPState, candidates: Iterable[int]) -> Actions:
         """Send parameters to the waiting candidates that are within the bound of the slowest."""

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.errors import UsageError
 from paceline.problems.models import TEXT_MODELS
-from paceline.problems.options import ProblemOptions, choose_model
+from paceline.problems.options import ProblemOptions, choose_model, refuse_normalise
 from paceline.problems.problem import Metric, Problem, Recipe
 from paceline.problems.readers import find_file, read_text
 
@@ -25,6 +25,7 @@ def charlm(options: ProblemOptions) -> Problem:
 
     The first nine tenths are training data, the rest is the test. An epoch reads each character once.
     """
+    refuse_normalise("charlm", options)
     path = _text_path(options.data)
     tokens, alphabet = encode(read_text(path))
     if len(tokens) < _MIN_CHARACTERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from importlib import resources
 
 import torch
@@ -13,7 +14,6 @@ from paceline.problems.models import IMAGE_MODELS
 from paceline.problems.options import ProblemOptions, choose_model
 from paceline.problems.problem import Metric, Problem, Recipe
 from paceline.problems.readers import (
-    Examples,
     read_cifar10_test,
     read_cifar10_train,
     read_digits,
@@ -28,16 +28,16 @@ def digits(options: ProblemOptions) -> Problem:
     """Classify handwritten digits of 8x8 pixels: 1437 to train on, 360 to test; included in the package."""
     with resources.as_file(resources.files("paceline.problems") / "files" / "digits.csv.gz") as path:
         images, labels = read_digits(path)
-    inputs = images.unsqueeze(1).float() / 16
-    targets = labels.long()
-    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(_DIGITS_SPLIT_SEED))
+    images = images.unsqueeze(1)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(_DIGITS_SPLIT_SEED))
     test, train = order[:_DIGITS_TEST], order[_DIGITS_TEST:]
+    scale = _Scale(largest=16).fitted(images[train], options)
     return _classification(
         "digits",
         options,
         default_model="cnn",
-        train=TensorDataset(inputs[train], targets[train]),
-        test=TensorDataset(inputs[test], targets[test]),
+        train=scale.apply(images[train], labels[train]),
+        test=scale.apply(images[test], labels[test]),
         target=0.97,
         recipe=Recipe(batch_size=32, epochs=15, optimizer="sgd(lr=0.05, momentum=0.9)"),
     )
@@ -45,15 +45,16 @@ def digits(options: ProblemOptions) -> Problem:
 
 def mnist(options: ProblemOptions) -> Problem:
     """Classify handwritten digits of 28x28 pixels (LeCun et al., 1998), from the four idx files."""
-    mean, std = (0.1307,), (0.3081,)
     train_images, train_labels = read_mnist(options.data, "train")
     test_images, test_labels = read_mnist(options.data, "t10k")
+    train_images, test_images = train_images.unsqueeze(1), test_images.unsqueeze(1)
+    scale = _Scale(largest=255, mean=(0.1307,), deviation=(0.3081,)).fitted(train_images, options)
     return _classification(
         "mnist",
         options,
         default_model="net3",
-        train=_normalised((train_images.unsqueeze(1), train_labels), mean, std),
-        test=_normalised((test_images.unsqueeze(1), test_labels), mean, std),
+        train=scale.apply(train_images, train_labels),
+        test=scale.apply(test_images, test_labels),
         target=0.97,
         recipe=Recipe(batch_size=128, epochs=10, optimizer="sgd(lr=0.05, momentum=0.9)"),
     )
@@ -61,13 +62,15 @@ def mnist(options: ProblemOptions) -> Problem:
 
 def cifar10(options: ProblemOptions) -> Problem:
     """Classify small colour photographs of ten kinds (Krizhevsky, 2009), from the binary version."""
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    images, labels = read_cifar10_train(options.data)
+    scale = _Scale(largest=255, mean=(0.4914, 0.4822, 0.4465), deviation=(0.2470, 0.2435, 0.2616))
+    scale = scale.fitted(images, options)
     return _classification(
         "cifar10",
         options,
         default_model="resnet20",
-        train=_normalised(read_cifar10_train(options.data), mean, std),
-        test=_normalised(read_cifar10_test(options.data), mean, std),
+        train=scale.apply(images, labels),
+        test=scale.apply(*read_cifar10_test(options.data)),
         target=0.7,
         recipe=Recipe(batch_size=128, epochs=30, optimizer="sgd(lr=0.1, momentum=0.9, weight_decay=0.0001)"),
     )
@@ -108,10 +111,34 @@ def _classification(
     )
 
 
-def _normalised(examples: Examples, mean: tuple[float, ...], std: tuple[float, ...]) -> TensorDataset:
-    """Scale each channel to mean 0 and deviation 1, given its statistics on the scale from 0 to 1."""
-    images, labels = examples
-    shape = (len(mean), 1, 1)
-    inputs = images.float().div_(255)  # in place from here: CIFAR-10 takes 600 MB
-    inputs.sub_(torch.tensor(mean).view(shape)).div_(torch.tensor(std).view(shape))
-    return TensorDataset(inputs, labels.long())
+@dataclass(frozen=True, kw_only=True)
+class _Scale:
+    """How pixels become inputs: on the scale from 0 to 1, minus a mean of each channel, over its deviation."""
+
+    largest: int  # value of a pixel
+    mean: tuple[float, ...] = (0.0,)
+    deviation: tuple[float, ...] = (1.0,)
+
+    def fitted(self, images: Tensor, options: ProblemOptions) -> _Scale:
+        """The same with the statistics of these images, if the options say so.
+
+        They are made of how often each value comes. So they do not depend on the order of a sum, nor on the number of
+        threads.
+        """
+        if not options.normalise:
+            return self
+        values = torch.arange(self.largest + 1, dtype=torch.float64) / self.largest
+        means, deviations = [], []
+        for channel in images.unbind(1):
+            shares = torch.bincount(channel.flatten(), minlength=len(values)).double() / channel.numel()
+            mean = (shares * values).sum()
+            means.append(mean.item())
+            deviations.append((shares * (values - mean).square()).sum().sqrt().item() or 1.0)
+        return replace(self, mean=tuple(means), deviation=tuple(deviations))
+
+    def apply(self, images: Tensor, labels: Tensor) -> TensorDataset:
+        """Make inputs of the images, and targets of the labels."""
+        shape = (len(self.mean), 1, 1)
+        inputs = images.float().div_(self.largest)  # in place from here: CIFAR-10 takes 600 MB
+        inputs.sub_(torch.tensor(self.mean).view(shape)).div_(torch.tensor(self.deviation).view(shape))
+        return TensorDataset(inputs, labels.long())

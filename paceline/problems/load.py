@@ -11,7 +11,7 @@ from types import ModuleType
 from paceline.errors import UsageError, unknown_name
 from paceline.problems.charlm import charlm
 from paceline.problems.images import cifar10, digits, mnist
-from paceline.problems.options import ProblemOptions, refuse_model
+from paceline.problems.options import ProblemOptions, refuse_model, refuse_normalise
 from paceline.problems.problem import Problem
 from paceline.problems.synthetic import logistic, quadratic
 
@@ -36,6 +36,7 @@ def load_problem(name: str, options: ProblemOptions = _DEFAULT_OPTIONS) -> Probl
     path, function = _split_path(name)
     if path is not None:
         refuse_model(name, options)
+        refuse_normalise(name, options)
         return _problem_in_file(path, function)
     if name not in PROBLEMS:
         raise unknown_name("problem", name, PROBLEMS)

@@ -54,6 +54,10 @@ class Problem:
     target: float | None = None  # the metric's value that counts as solved
     recipe: Recipe = field(default_factory=Recipe)
 
+    def batch_loss(self, model: nn.Module, inputs: Tensor, targets: Tensor, *, worker: int) -> Tensor:
+        """The loss of a batch, whose ``backward()`` gives the gradients that this worker computes."""
+        return self.loss(model(inputs), targets)
+
     def __post_init__(self) -> None:
         if not isinstance(self.metric, Metric):
             raise UsageError(

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paceline.problems.models import VECTOR_MODELS
-from paceline.problems.options import ProblemOptions, choose_model, refuse_model
+from paceline.problems.options import ProblemOptions, choose_model, refuse_model, refuse_normalise
 from paceline.problems.problem import Metric, Problem, Recipe
 
 
 def quadratic(options: ProblemOptions) -> Problem:
     """Minimise a noisy quadratic function; see :func:`make_quadratic`."""
     refuse_model("quadratic", options)
+    refuse_normalise("quadratic", options)
     return make_quadratic(seed=options.seed)
 
 
@@ -60,6 +61,7 @@ class Point(nn.Module):
 
 def logistic(options: ProblemOptions) -> Problem:
     """Classify the two sides of a plane by logistic regression; one label in twenty is wrong."""
+    refuse_normalise("logistic", options)
     dim, num_train, num_test, flipped = 32, 4096, 1024, 0.05
     generator = torch.Generator().manual_seed(options.seed)
     normal = torch.randn(dim, generator=generator)

@@ -79,6 +79,8 @@ class Given(NamedTuple):
     fresh: bool
     epoch: int
     batch: int
+    more: int = 0  # batches that follow in any case
+    weight: float = 1.0  # of the batch, in a sum
 
 
 class GivenMore(NamedTuple):
@@ -88,6 +90,7 @@ class GivenMore(NamedTuple):
     step: int
     epoch: int
     batch: int
+    weight: float = 1.0  # of the batch, in a sum
 
 
 class Pushed(NamedTuple):
@@ -139,6 +142,7 @@ class Chose(NamedTuple):
     rank: int
     step: int
     weight: float
+    group: int = 0  # pushes of one group are of the same batches, if there are groups
 
 
 class Committed(NamedTuple):
@@ -186,8 +190,8 @@ _FORMATS: dict[int, tuple[type[Record], struct.Struct]] = {
     2: (Joined, struct.Struct("<IIdQ")),
     3: (Left, struct.Struct("<I?dQ")),
     4: (Asked, struct.Struct("<IqQ")),
-    5: (Given, struct.Struct("<IQQ?qq")),
-    6: (GivenMore, struct.Struct("<IQqq")),
+    5: (Given, struct.Struct("<IQQ?qqId")),
+    6: (GivenMore, struct.Struct("<IQqqd")),
     7: (Pushed, struct.Struct("<IQQQdQd")),
     8: (Late, struct.Struct("<IQQ")),
     9: (NotFinite, struct.Struct("<IQQ")),
@@ -199,7 +203,7 @@ _FORMATS: dict[int, tuple[type[Record], struct.Struct]] = {
     15: (Hashed, struct.Struct("<Q16s")),
     16: (Ended, struct.Struct("<?")),
     17: (Described, struct.Struct("<QQQ")),
-    18: (Chose, struct.Struct("<IQd")),
+    18: (Chose, struct.Struct("<IQdI")),
 }
 _PACKERS = {kind: (bytes([number]), form.pack) for number, (kind, form) in _FORMATS.items()}
 

@@ -26,6 +26,7 @@ from paceline.record.trace import (
 class RecordedBatch(NamedTuple):
     epoch: int
     number: int
+    weight: float = 1.0  # in a sum
 
     def __str__(self) -> str:
         return f"batch {self.number} of epoch {self.epoch}"
@@ -49,6 +50,7 @@ class RecordedCommit(NamedTuple):
     version: int  # after it
     pushes: tuple[RecordedPush, ...]  # in the order in which they were applied
     weights: tuple[float, ...] | None  # None: the mean by examples
+    groups: tuple[int, ...] = ()  # of the pushes, if there are weights
 
 
 @dataclass
@@ -93,7 +95,7 @@ class _Reading:
         self.given: dict[int, Given] = {}  # by rank: the step under way
         self.batches: dict[int, list[RecordedBatch]] = {}  # of that step
         self.taken: dict[tuple[int, int], RecordedPush] = {}  # by rank and step: and not committed yet
-        self.chosen: dict[tuple[int, int], float] = {}  # those of the next commit, with their weights
+        self.chosen: dict[tuple[int, int], Chose] = {}  # those of the next commit
         self.versions: dict[int, int] = {}  # by rank: of the parameters that its last push was computed from
 
     def read(self, records: Iterable[Record]) -> Plan:
@@ -106,13 +108,15 @@ class _Reading:
                     self._forget(record.rank)
                 case Given():
                     self.given[record.rank] = record
-                    self.batches[record.rank] = [RecordedBatch(record.epoch, record.batch)]
+                    self.batches[record.rank] = [RecordedBatch(record.epoch, record.batch, record.weight)]
                 case GivenMore() if record.batch >= 0:
-                    self.batches.setdefault(record.rank, []).append(RecordedBatch(record.epoch, record.batch))
+                    self.batches.setdefault(record.rank, []).append(
+                        RecordedBatch(record.epoch, record.batch, record.weight)
+                    )
                 case Pushed():
                     self._take(record)
                 case Chose():
-                    self.chosen[record.rank, record.step] = record.weight
+                    self.chosen[record.rank, record.step] = record
                 case Committed():
                     self._commit(record)
                 case Hashed():
@@ -163,6 +167,7 @@ class _Reading:
                 f"the trace has a gap: version {record.version} was made of {record.pushes} pushes, and there are "
                 f"{len(keys)} after version {self.plan.last}"
             )
-        pushes, weights = tuple(self.taken.pop(key) for key in keys), tuple(self.chosen.values())
-        self.plan.commits.append(RecordedCommit(record.version, pushes, weights or None))
+        pushes, chosen = tuple(self.taken.pop(key) for key in keys), self.chosen.values()
+        weights, groups = tuple(each.weight for each in chosen), tuple(each.group for each in chosen)
+        self.plan.commits.append(RecordedCommit(record.version, pushes, weights or None, groups))
         self.chosen = {}

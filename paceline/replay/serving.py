@@ -21,6 +21,7 @@ from paceline.errors import UsageError, WireError
 from paceline.launch.environment import ReplayOrder, ServerAssignment
 from paceline.launch.reports import report
 from paceline.policies import ServerPolicy, parse_policy
+from paceline.policies.messages import PushKind
 from paceline.record import trace as traced
 from paceline.record.fingerprints import hash_of, state_tensors
 from paceline.replay.outcome import Differs, Replayed, ReplayedPush, gradients_of, same_bits
@@ -28,6 +29,7 @@ from paceline.replay.reads import Read, read_versions
 from paceline.server.averages import Average
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, examine
+from paceline.store.in_place import with_differences
 from paceline.store.layout import Arena, ModelLayouts, memory_of
 from paceline.store.parameter_store import ParameterStore
 from paceline.store.pending import PushKey, Share
@@ -76,10 +78,13 @@ class _Worker:
     peer: Peer
     process: int
     room: Arena  # the memory of its pushes
+    exchanges: int = -1  # as the live server's of its members
+    exchanged: bool = False
     ask: int = 0
     said: deque[wire.Message] = field(default_factory=deque)  # messages received and not used yet
     pushes: int = 0  # received
     planned: deque[_Planned] = field(default_factory=deque)
+    computes: bool = False  # the step that it was given last, which was not cancelled
     gone: bool = False
 
 
@@ -89,7 +94,7 @@ class ReplayServer:
     def __init__(
         self, train_state: TrainState, trace: traced.Trace, listener: Listener, *, keeps_pushes: bool = False
     ) -> None:
-        self._train_state, self._listener = replace(train_state, scaler=None), listener
+        self._listener = listener
         self._about, self._records = trace.about, list(trace)
         self._reads = read_versions(self._records)
         self._model = ModelLayouts.describe(train_state.model)
@@ -98,6 +103,7 @@ class ReplayServer:
         self._policy = policy
         adds_up = not any(isinstance(record, traced.Chose) for record in self._records)
         self._rule = replace(CommitRule.of(policy), adds_up=adds_up)
+        self._train_state = self._rule.remembering(replace(train_state, scaler=None))
         self._layouts = ModelLayouts(train_state.model, with_reads=self._rule.with_reads)
         self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
         adopt(self._layouts, self._memory)
@@ -213,19 +219,20 @@ class ReplayServer:
             case traced.Given():
                 self._give(record, self._reads[position])
             case traced.GivenMore():
-                self._take(record.rank, wire.More)
-                self._workers[record.rank].peer.send(wire.BatchMessage(record.step, record.epoch, record.batch))
+                self._give_more(record)
             case traced.Pushed():
                 self._take_push(record)
             case traced.Late():
                 self._take(record.rank, wire.PushMessage)
+                self._workers[record.rank].exchanged = False
             case traced.NotFinite():
                 self._take(record.rank, wire.PushMessage)
+                self._workers[record.rank].exchanged = False
                 self._warn(record)
             case traced.Skipped():
                 self._take(record.rank, wire.Skip)
             case traced.Chose():
-                self._shares.append(Share(PushKey(record.rank, record.step), record.weight))
+                self._shares.append(Share(PushKey(record.rank, record.step), record.weight, record.group))
             case traced.Committed():
                 self._commit(record)
             case traced.Finished():
@@ -272,6 +279,8 @@ class ReplayServer:
                 with_reads=self._rule.with_reads,
                 kind=self._policy.kind.value,
                 local_steps=self._policy.local_steps,
+                coded=self._policy.coded,
+                local_momentum=self._policy.local_momentum,
             )
         )
 
@@ -282,19 +291,40 @@ class ReplayServer:
         step for a cancel of its present one.
         """
         worker = self._workers[record.rank]
+        worker.computes = not (read.lost or read.doomed)
         if read.lost:
             return  # the worker died before it sent any result
         at = max(record.version, read.version)
-        go = wire.Go(record.step, record.version, record.fresh, record.epoch, record.batch, worker.ask)
+        go = wire.Go(
+            record.step,
+            record.version,
+            record.fresh,
+            record.epoch,
+            record.batch,
+            worker.ask,
+            more=record.more,
+            weight=record.weight,
+        )
         if read.doomed:
             message = _Planned(None, read.pushes, lambda: worker.peer.send(go._replace(doomed=True, fresh=False)))
         elif not record.fresh:
             message = _Planned(None, read.pushes, lambda: worker.peer.send(go))
+        elif worker.exchanged:
+            go = go._replace(version=at, exchanged=worker.exchanges)
+            tensors = with_differences(self._layouts, self._memory, worker.room)
+            message = _Planned(at, read.pushes, lambda: worker.peer.send(go, tensors))
         else:
             go = go._replace(version=at)
             message = _Planned(at, read.pushes, lambda: worker.peer.send(go, memory_of(self._memory)))
         worker.planned.append(message)
         self._send_due(worker)
+
+    def _give_more(self, record: traced.GivenMore) -> None:
+        worker = self._workers[record.rank]
+        if not worker.computes:
+            return
+        self._take(record.rank, wire.More)
+        worker.peer.send(wire.BatchMessage(record.step, record.epoch, record.batch, record.weight))
 
     def _finish(self, record: traced.Finished, read: Read) -> None:
         worker, at = self._workers[record.rank], max(record.version, read.version)
@@ -319,6 +349,7 @@ class ReplayServer:
     def _take_push(self, record: traced.Pushed) -> None:
         push = self._take(record.rank, wire.PushMessage)
         worker = self._workers[record.rank]
+        worker.exchanges, worker.exchanged = record.step, False
         amiss, checksum = examine(self._layouts, worker.room)
         where = f"worker {record.rank}, step {record.step}, on version {record.version}"
         if (push.step, push.version) != (record.step, record.version):
@@ -346,6 +377,8 @@ class ReplayServer:
         self._wait(self._none_needs_these, f"pushes before version {record.version}")
         self._listener.keep_what_waits()
         self._store.commit(self._shares or None)
+        if self._rule.kind is PushKind.PARAMETERS:
+            self._note_exchanges()
         if self._keeps_pushes:
             keys = [share.push for share in self._shares] or [*self._kept]
             self._pushes = [self._kept.pop(key) for key in keys]
@@ -357,6 +390,13 @@ class ReplayServer:
             report("replaying", version=self._version)
         for worker in self._workers.values():
             self._send_due(worker)
+
+    def _note_exchanges(self) -> None:
+        """Note whose pushes have become differences, as the live server does."""
+        for share in self._shares:
+            worker = self._workers.get(share.push.worker)
+            if worker is not None and worker.exchanges == share.push.step:
+                worker.exchanged = True
 
     def _average(self, position: int, record: traced.Averaged) -> None:
         """Answer a mean when all workers that were answered together have sent their parts."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis as DrawnAxis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from paceline.report.series import Axis, Series
 
@@ -19,6 +19,7 @@ LINES = ("-", "--", ":", "-.")  # the next style when all colours are used
 
 _PANEL_INCHES = (4.0, 3.6)
 _DOTS_PER_INCH = 150
+_FEW = 8  # labels that fit under a panel
 
 
 def draw(title: str, curves: Sequence[Series], x_axis: Axis, y_axis: Axis, file: Path) -> None:
@@ -29,10 +30,11 @@ def draw(title: str, curves: Sequence[Series], x_axis: Axis, y_axis: Axis, file:
     figure = Figure(figsize=(max(1.6, len(panels)) * width, height + 0.9), layout="constrained")
     row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for panel, axes in zip(panels, row, strict=True):
-        for series in curves:
-            if series.panel == panel:
-                _draw_series(axes, series, labels.index(series.label))
+        drawn = [series for series in curves if series.panel == panel]
+        for series in drawn:
+            _draw_series(axes, series, labels.index(series.label))
         _finish_panel(axes, panel, x_axis, y_axis)
+        _label_few(axes, x_axis, {x for series in drawn for x in series.x})
     row[0].set_ylabel(y_axis.label)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     handles = {line.get_label(): line for axes in row for line in axes.get_lines()}
@@ -88,6 +90,13 @@ def _label_decades(axis: DrawnAxis) -> None:
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(_plain))
     axis.set_minor_formatter(NullFormatter())
+
+
+def _label_few(axes: Axes, x_axis: Axis, values: Collection[float]) -> None:
+    """Label the places of a log axis that have points, if they are few: 1, 4 and 16 workers, not 1, 2, 5 and 10."""
+    if x_axis.scale == "log" and len(values) <= _FEW:
+        axes.xaxis.set_major_locator(FixedLocator(sorted(values)))
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _plain(value: float, _place: int | None = None) -> str:

@@ -48,7 +48,7 @@ class ProgressLine:
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"),
+            TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[rate]:,.0f} examples/s"),
         ]
         if console.width >= WIDE:
@@ -60,7 +60,7 @@ class ProgressLine:
 
     def __call__(self, progress: Progress) -> None:
         values: dict[str, Any] = {
-            "loss": progress.loss,
+            "loss": f"{progress.loss:.4f}" if abs(progress.loss) < 1e6 else f"{progress.loss:.3g}",
             "rate": progress.examples_per_second,
             "shares": self._shares(progress.timing),
         }

@@ -93,3 +93,10 @@ class Averages:
         while len(self._told) > _KEPT:
             del self._told[next(iter(self._told))]
         return found
+
+    def waited_for(self) -> str:
+        """Which workers wait for which means."""
+        return "; ".join(
+            f"workers {sorted(average.parts)} for mean {key.rpartition('/')[2]} of epoch {average.epoch}"
+            for key, average in self._under_way.items()
+        )

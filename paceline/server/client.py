@@ -8,12 +8,13 @@ import logging
 import os
 import socket as sockets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import CommError, WireError
+from paceline.policies.messages import PushKind
 from paceline.server.cancellation import StepCancelled
 from paceline.server.parts import ConnectionLost, OtherParts
 from paceline.store.gathering import Filled, fill_push, read_parameters
@@ -38,6 +39,7 @@ _TIME_FOR_LAST_WORDS = 0.5
 _TICK = 0.5  # seconds between two checks of the connection
 _TIME_FOR_A_COMMIT = 0.001  # seconds between two attempts to read, after a commit has overtaken the first
 
+T = TypeVar("T")
 M = TypeVar("M", bound=wire.Message)
 
 
@@ -86,6 +88,8 @@ class Client:
         self._closed = False
         self.rank, self.incarnation = rank, incarnation
         self.version = 0  # of the parameters in the model
+        self._pushed = -1  # the step of our last push
+        self.differences: list[Tensor] | None = None  # what the server has added for it, of each trained parameter
         try:
             self._meet(
                 _TIME_TO_ANSWER,
@@ -101,11 +105,15 @@ class Client:
     def _meet(self, seconds: float, complaint: str) -> None:
         """Join the server, and try again for so many seconds; then raise ``CommError(complaint)``."""
         deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        told = self._memory_file is not None  # on the server's host the supervisor tells of its death
         while True:
             try:
                 self._join()
                 return
             except _Lost:
+                if not told:
+                    logger.warning("the server at %s does not answer; trying again for %.0f s", self._address, seconds)
+                    told = True
                 if self._memory_file is not None and is_over(self._memory_file):
                     raise CommError(f"worker {self.rank}: the server has ended, and the run with it") from None
                 if time.monotonic() > deadline:
@@ -203,6 +211,9 @@ class Client:
     def next_step(self, demand: int) -> wire.Go | wire.Finished:
         """Wait for the next step, or for the end of the data; the model then has the parameters of it.
 
+        After an exchange the model stays as it is. If it was that of the last push, ``differences`` has what the server
+        has added.
+
         ``demand`` is for asking again, if the server has taken this worker for dead.
         """
         while True:
@@ -212,8 +223,11 @@ class Client:
                 answer = self._later or self._wait_for_step()
             except _JoinedAgain:
                 continue
-            self._later = None
-            if (isinstance(answer, wire.Go) and not answer.fresh) or self._read(answer.version):
+            self._later, self.differences = None, None
+            if isinstance(answer, wire.Go) and not answer.fresh:
+                break
+            exchanged = answer.exchanged if isinstance(answer, wire.Go) else -1
+            if self._read(answer.version) if exchanged < 0 else self._read_differences(answer.version, exchanged):
                 break
         if isinstance(answer, wire.Go):
             self._step, self._doomed = answer.step, answer.doomed
@@ -221,7 +235,7 @@ class Client:
 
     def _wait_for_step(self) -> wire.Go | wire.Finished:
         """Wait without a step: parameters may be received directly into the model."""
-        if self._memory_file is None:
+        if self._memory_file is None and self.welcome.kind != PushKind.PARAMETERS.value:  # the worker's are its own
             self._into = self._parameters.in_model()
         try:
             return cast(wire.Go | wire.Finished, self._wait_for(wire.Go, wire.Finished))
@@ -234,13 +248,29 @@ class Client:
         False if another server has a later version by now, or a connection is lost; then another step follows.
         """
         if self._memory_file is None:
-            if self._others is not None and not self._read_others(version):
+            if self._others is not None and not self._of_others(lambda parts: parts.read(version), False):
                 return False
             assert self._came is not None, "a step without its parameters"
             self._parameters.take(self._came)
             self.version = version
             return True
         return self._read_shared()
+
+    def _read_differences(self, version: int, step: int) -> bool:
+        """Have what the push of a step has become: in our slot of shared memory, or received in place of parameters.
+
+        If we have pushed again since, and too late, our slot has that push, and we had the other's answer before.
+        """
+        if step == self._pushed:
+            others: list[Tensor] | None = []
+            if self._others is not None:
+                others = self._of_others(lambda parts: parts.differences(version), None)
+            if others is None:
+                return False
+            own = self._parameters.of_trained() if self._memory_file is None else self._room.views
+            self.differences = [*own[: len(self._layouts.trained)], *others]
+        self.version = version
+        return True
 
     def _read_shared(self) -> bool:
         """Copy the parameters from shared memory, and again if a commit was made meanwhile."""
@@ -263,13 +293,14 @@ class Client:
         self.version = found
         return True
 
-    def _read_others(self, version: int) -> bool:
+    def _of_others(self, read: Callable[[OtherParts], T], lost: T) -> T:
+        """Receive what other servers send; ``lost`` if a connection is."""
         assert self._others is not None and self._connection is not None
         try:
-            return self._others.read(version)
+            return read(self._others)
         except ConnectionLost:
             self._connection.give_up()  # all connections are made again
-            return False
+            return lost
 
     def cancelled(self) -> bool:
         """Whether the present step was cancelled: a later one or the end of the data came, or the connection is lost.
@@ -301,6 +332,7 @@ class Client:
     def push(self, *, examples: int, loss: float | None, seconds: float) -> None:
         """Push the gradients and buffers of the model."""
         self._layouts.check_trained()
+        self._pushed = self._step
         tensors, filled = None, Filled(b"", finite=False, checksum=0)  # the server checks them
         if self._memory_file is None:
             tensors, used = self._gradients.pieces()

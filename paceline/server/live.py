@@ -13,29 +13,32 @@ import math
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from paceline.errors import PacelineError, UsageError, WireError
 from paceline.policies import messages as decided
+from paceline.policies.messages import PushKind
 from paceline.policies.server import ServerPolicy
 from paceline.policies.state import NOT_YET
 from paceline.record import trace as traced
 from paceline.record.trace import TraceWriter
 from paceline.server.averages import Averages
 from paceline.server.demand import Demand
-from paceline.server.members import Figures, Member, Standing
+from paceline.server.members import Figures, GivenBatch, Member, Standing
 from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
 from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
+from paceline.store.in_place import with_differences
 from paceline.store.layout import Arena, ModelLayouts, memory_of
 from paceline.store.memory import HEAD, SharedMemory
 from paceline.store.parameter_store import ParameterStore
-from paceline.store.pending import PushKey, Share
+from paceline.store.pending import PushKey, Share, shares_of
 from paceline.train_state import TrainState
 from paceline.transport import messages as wire
 from paceline.transport.listening import Ended, Heard, Listener, Peer
@@ -48,6 +51,7 @@ _LONGEST_ABSENCE = 600.0  # seconds that workers from elsewhere have to miss a s
 _LONGEST_READ = 1.0  # seconds that a worker may take to copy the parameters, beside their size
 _SLOWEST_COPY = 2**30  # bytes in a second
 _MOST_EXAMPLES = 2**32  # of one push: its gradients are multiplied by them
+_MOST_LOCAL_STEPS = 2**63  # a worker makes fewer; a message has to hold their number
 _MOST_LEFT_OUT = 50  # commits in a row that are too small for the aggregator
 _LONGEST_REASON = 2000  # characters: names in it come from others, and a message has to hold it
 
@@ -216,8 +220,7 @@ class LiveServer:
             case wire.Skip():
                 if message.step == member.step:
                     self._trace(traced.Skipped(member.rank, message.step, message.version))
-                    self._queue.use(member.rank)
-                    self._do(self._policy.asked(self._state, member.rank, self._now()))
+                    self._go_on_without(member, member.given[-1:])
             case wire.More():
                 self._give_more(member, message)
             case wire.Data():
@@ -277,7 +280,9 @@ class LiveServer:
                 shards=self._addresses_for(peer),
                 with_reads=self._rule.with_reads,
                 kind=self._policy.kind.value,
-                local_steps=self._policy.local_steps,
+                local_steps=min(self._policy.local_steps, _MOST_LOCAL_STEPS),
+                coded=self._policy.coded,
+                local_momentum=self._policy.local_momentum,
             )
         )
 
@@ -320,6 +325,10 @@ class LiveServer:
         demand = Demand(message.epochs)
         if demand.batches and not self._queue.described:
             raise WireError("a batch was asked for, and nobody has said what the data is")
+        if demand.own_data and self._policy.coded:
+            raise WireError(
+                f"steps on data of one's own were asked for, and under {self._policy} workers share batches"
+            )
         self._trace(traced.Asked(member.rank, message.epochs, message.version))
         member.demand, member.ask = demand, message.number
         self._queue.give_back(member.rank)
@@ -334,7 +343,7 @@ class LiveServer:
             raise WireError(f"a push of {message.examples} examples, and there can be {_MOST_EXAMPLES} at most")
         if len(message.used) != -(-self._num_trained // 8):
             raise WireError(f"a push that tells of {8 * len(message.used)} parameters, of {self._num_trained}")
-        member.pushed_at = now
+        member.pushed_at, member.exchanges, member.exchanged = now, -1, False
         member.figures.bytes_in += self._up_bytes
         loss = None if math.isnan(message.loss) else message.loss
         push = decided.Push(member.rank, member.life, message.step, message.version, message.examples, loss)
@@ -354,6 +363,7 @@ class LiveServer:
             self._do(actions)
             return
         self._queue.push(member.rank, message.step)
+        member.exchanges = message.step
         member.figures.pushes += 1
         member.figures.examples += message.examples
         member.figures.computing_seconds += message.seconds
@@ -405,17 +415,25 @@ class LiveServer:
         reason = f"step {step} of worker {member.rank}: the gradient of {name} is not finite; it is left out"
         logger.warning("%s", reason)
         member.figures.refused += 1
-        self._queue.use(member.rank)
         member.peer.send(wire.Warned(reason))
-        self._do(self._policy.asked(self._state, member.rank, self._now()))
+        self._go_on_without(member, member.batches)
+
+    def _go_on_without(self, member: Member, spoilt: Sequence[GivenBatch]) -> None:
+        """Go on after a step that came to nothing: its batches count as used; of a round's the spoilt ones."""
+        self._queue.use(member.rank)
+        if self._policy.coded:
+            self._queue.spoil((each.epoch, each.number) for each in spoilt)
+        self._do(self._policy.skipped(self._state, member.rank, self._now()))
 
     def _give_more(self, member: Member, message: wire.More) -> None:
         if message.step != member.step or member.demand is None:
             return  # cancelled; the next step has been sent
-        batch = self._queue.take(member.rank, member.demand)
-        epoch, number = batch if batch is not None else (-1, -1)
-        self._trace(traced.GivenMore(member.rank, message.step, epoch, number))
-        member.peer.send(wire.BatchMessage(message.step, epoch, number))
+        if self._policy.coded:
+            given = member.parts.popleft() if member.parts else GivenBatch()
+        else:
+            given = GivenBatch(*(self._queue.take(member.rank, member.demand) or ()))
+        self._trace(traced.GivenMore(member.rank, message.step, *given))
+        member.peer.send(wire.BatchMessage(message.step, *given))
 
     # Actions -------------------------------------------------------------------------------------------------
 
@@ -432,8 +450,8 @@ class LiveServer:
             case decided.Commit():
                 self._commit(action)
             case decided.Send():
-                for rank in action.workers:
-                    self._send_step(self._members[rank], action.step, fresh=True)
+                for rank, work in zip_longest(action.workers, action.work):
+                    self._send_step(self._members[rank], action.step, fresh=True, work=work)
             case decided.Continue():
                 self._send_step(self._members[action.worker], action.step, fresh=False)
             case decided.Cancel():
@@ -445,23 +463,62 @@ class LiveServer:
                     self._trace(traced.Cancelled(rank, member.step))
                     self._queue.give_back(rank)
 
-    def _send_step(self, member: Member, step: int, *, fresh: bool) -> None:
+    def _send_step(self, member: Member, step: int, *, fresh: bool, work: decided.Work | None = None) -> None:
         now = self._now()
-        epoch, batch = -1, -1
-        if member.demand is not None and not member.demand.own_data:
-            taken = self._queue.take(member.rank, member.demand) if member.demand.batches else None
-            if taken is None:
-                self._let_rest(member)
-                return
-            epoch, batch = taken
+        if work is not None and self._state.under_way.get(member.rank) != step:
+            return  # what earlier actions have caused has ended the step
+        batches = self._batches_for(member, work)
+        if batches is None:
+            self._let_rest(member)
+            return
+        if not batches:
+            self._do(self._policy.idle(self._state, member.rank, now))
+            return
+        first, *rest = batches
+        member.batches, member.parts = batches, deque(rest)
         if member.pushed_at is not None:
             member.figures.waiting_seconds += now - member.pushed_at
             member.pushed_at = None
         member.step, member.step_began = step, now
-        self._trace(traced.Given(member.rank, step, self._memory.version, fresh, epoch, batch))
-        tensors = self._parameters_for(member) if fresh else None
+        version, more = self._memory.version, len(rest)
+        self._trace(
+            traced.Given(member.rank, step, version, fresh, first.epoch, first.number, more=more, weight=first.weight)
+        )
+        exchanged = member.exchanges if member.exchanged else -1
+        tensors = self._parameters_for(member, exchanged=member.exchanged) if fresh else None
         member.figures.bytes_out += self._down_bytes if fresh else 0
-        member.peer.send(wire.Go(step, self._memory.version, fresh, epoch, batch, member.ask), tensors)
+        go = wire.Go(step, version, fresh, first.epoch, first.number, member.ask, more=more, weight=first.weight)
+        member.peer.send(go._replace(exchanged=exchanged), tensors)
+
+    def _batches_for(self, member: Member, work: decided.Work | None) -> list[GivenBatch] | None:
+        """The batches of a member's step: none if its parts of a round are empty, None if no batch is left."""
+        demand = member.demand
+        if demand is None or demand.own_data:
+            return [GivenBatch()]
+        if not demand.batches:
+            return None
+        if work is None:
+            taken = self._queue.take(member.rank, demand)
+            return None if taken is None else [GivenBatch(*taken)]
+        found = self._queue.take_round(work.round, work.num_parts, self._epochs_of_round(demand))
+        if any(batch.epoch >= demand for batch in found):
+            return None
+        total = sum(batch.examples for batch in found)
+        return (
+            [
+                GivenBatch(found[part].epoch, found[part].number, coefficient * found[part].examples / total)
+                for part, coefficient in work.parts
+                if part < len(found)
+            ]
+            if found
+            else None
+        )
+
+    def _epochs_of_round(self, demand: Demand) -> Demand:
+        """The epochs of a round for a member with this demand: those of which the others want batches come first."""
+        demands = [member.demand for member in self._members.values() if member.demand is not None]
+        earlier = [each for each in demands if each.batches and each < demand and not self._queue.finished(each)]
+        return min(earlier, default=demand)
 
     def _let_rest(self, member: Member) -> None:
         """Take a member for which there is no batch out of the rounds."""
@@ -476,13 +533,18 @@ class LiveServer:
             member.standing = Standing.IN_ROUNDS
             self._enter(member)
 
-    def _parameters_for(self, member: Member) -> memoryview | None:
-        """The parameters to send to a member, or None if it shares memory; unsent bytes are copied before a commit."""
+    def _parameters_for(self, member: Member, *, exchanged: bool = False) -> Pieces | None:
+        """The parameters to send to a member, or None if it shares memory; unsent bytes are copied before a commit.
+
+        ``exchanged``: what its last push has become is sent in the place of those that are trained.
+        """
         if member.local:
             return None
         if self._shards is not None:
-            self._shards.give(member.rank, self._memory.version)
-        return memory_of(self._memory.down)
+            self._shards.give(member.rank, self._memory.version, exchanged=exchanged)
+        if exchanged:
+            return with_differences(self._layouts, self._memory.down, member.gradients)
+        return Pieces(memory_of(self._memory.down))
 
     def _commit(self, commit: decided.Commit) -> None:
         self._listener.keep_what_waits()
@@ -490,39 +552,61 @@ class LiveServer:
         began = time.monotonic()
         rate = self._host.rate()
         self._double_buffer.before_update()
-        shares = [Share(PushKey(push.worker, push.step), weight) for push, weight in zip(*commit, strict=True)]
+        shares = shares_of(commit)
         if self._shards is None:
-            self._store.commit(shares)
+            counts = self._store.commit(shares)
         else:
-            self._commit_with_others(self._shards, shares)
+            counts = self._commit_with_others(self._shards, shares)
+        if self._rule.kind is PushKind.PARAMETERS:
+            self._note_exchanges(shares)
         self._memory.version += 1
         self._queue.commit([share.push for share in shares])
-        for (rank, step), weight in () if self._policy.adds_up else shares:
-            self._trace(traced.Chose(rank, step, weight))
+        examples = sum(push.examples for push in commit.pushes)
+        if self._policy.coded:
+            examples = self._queue.end_round(used=counts)
+        for share in () if self._policy.adds_up else shares:
+            self._trace(traced.Chose(*share.push, share.weight, share.group))
         self._trace(traced.Committed(self._memory.version, len(commit.pushes), self._now()))
-        if self._rule.aggregator.least > 1:
-            self._check_size(commit)
+        if counts:
+            self._left_out = 0
+        else:
+            self._tell_of_left_out(commit)
         waiting = len(self._arrived) - len(shares)
         self._double_buffer.after_update(self._memory.version, self._note(), waiting)
         self._memory.wrote()  # not after a failure: then the parameters may be incomplete
-        self._tell(commit, rate, time.monotonic() - began)
+        self._tell(commit, examples, rate, time.monotonic() - began)
 
-    def _check_size(self, commit: decided.Commit) -> None:
-        """Tell of a commit that the store has left out, since it is too small for the aggregator.
+    def _note_exchanges(self, shares: list[Share]) -> None:
+        """Note whose pushes have become differences; one that has joined again since its push takes none."""
+        for share in shares:
+            member = self._members.get(share.push.worker)
+            if member is not None and member.exchanges == share.push.step:
+                member.exchanged = True
+
+    def _tell_of_left_out(self, commit: decided.Commit) -> None:
+        """Tell of a commit that the store has left out, unless its pushes have no examples.
 
         At the end of the data and after deaths there are such commits; a run that makes no others learns nothing.
         """
         aggregator, pushes = self._rule.aggregator, sum(weight != 0 for weight in commit.weights)
-        if pushes >= aggregator.least or not pushes:
-            self._left_out = 0
+        advice = f"{len(self._members)} workers are left: start the run again with more, from its last checkpoint"
+        if pushes >= aggregator.least:
+            reason = f"a commit of {pushes} pushes is left out, since too few agree for aggregator {aggregator}"
+            advice = (
+                "workers of a group must compute the same bits: have they the same processor, torch and number of "
+                "threads, and is the script deterministic? Or more of them are wrong than the policy bears"
+            )
+        elif pushes:
+            reason = f"a commit of {pushes} pushes is left out, since aggregator {aggregator} needs {aggregator.least}"
+        elif self._policy.coded:
+            reason = f"{len(commit.pushes)} pushes are left out, since they do not give the gradient of their round"
+        else:
             return
         self._left_out += 1
-        reason = f"a commit of {pushes} pushes is left out, since aggregator {aggregator} needs {aggregator.least}"
         logger.warning("version %d: %s", self._memory.version, reason)
         if self._left_out > _MOST_LEFT_OUT:
             raise PacelineError(
-                f"version {self._memory.version}: {reason}, and so were the {_MOST_LEFT_OUT} before it; "
-                f"{len(self._members)} workers are left: start the run again with more, from its last checkpoint"
+                f"version {self._memory.version}: {reason}, and so were the {_MOST_LEFT_OUT} before it; {advice}"
             )
 
     def _keep_from_reading(self) -> None:
@@ -536,15 +620,26 @@ class LiveServer:
                 longest,
             )
 
-    def _commit_with_others(self, shards: Shards, shares: list[Share]) -> None:
-        """Make our part of a commit while the other servers make theirs."""
+    def _commit_with_others(self, shards: Shards, shares: list[Share]) -> bool:
+        """Make our part of a commit while the other servers make theirs; False if no push counts."""
         version = self._memory.version + 1
-        shards.ready(version, () if self._policy.adds_up else shares)
-        self._store.combine(shares)
+        if self._rule.compares:
+            shares = self._weigh_with_others(shards, shares)
+        shards.ready(version, () if self._policy.adds_up and not self._rule.compares else shares)
+        counts = self._store.combine(shares)
         self._store.update(norm=shards.update(version))
         shards.settle()
+        return counts
 
-    def _tell(self, commit: decided.Commit, rate: float, seconds: float) -> None:
+    def _weigh_with_others(self, shards: Shards, shares: list[Share]) -> list[Share]:
+        """Give the pushes of a commit their weights, by what all servers say of each pair."""
+        if sum(share.weight != 0 for share in shares) < 2:  # without pairs
+            return self._store.weigh(shares, [])
+        shards.begin_comparing(shares)
+        rows = self._store.compare(shares)
+        return self._store.weigh(shares, [rows, *shards.end_comparing()])
+
+    def _tell(self, commit: decided.Commit, examples: int, rate: float, seconds: float) -> None:
         """Report a commit; the policy's version may be ahead of it, since it counts decisions."""
         now, version = self._now(), self._memory.version
         staleness = [version - 1 - push.version for push in commit.pushes]
@@ -559,7 +654,7 @@ class LiveServer:
                 workers=[push.worker for push in commit.pushes],
                 staleness=staleness,
                 waited=[round(now - self._arrived.pop(push), 6) for push in commit.pushes],
-                examples=sum(push.examples for push in commit.pushes),
+                examples=examples,
                 loss=sum(loss * examples for loss, examples in told) / weight if weight else None,
                 rate=rate,
                 seconds=seconds,
@@ -620,6 +715,13 @@ class LiveServer:
             for member in told:
                 if member.standing is Standing.IN_ROUNDS and member.demand is not None:
                     self._do(self._policy.asked(self._state, member.rank, self._now()))
+        standings = [member.standing for member in self._members.values()]
+        if self._averages and standings and not expected and all(standing.averages for standing in standings):
+            raise PacelineError(
+                f"version {self._memory.version}: all workers wait for means, and not for the same one: "
+                f"{self._averages.waited_for()}. Call mean() as often on every worker, and after the same epochs; "
+                "a worker that breaks out of the loop over its batches is still in that epoch"
+            )
 
     def _save(self) -> None:
         for peer, path in self._saves:
@@ -632,7 +734,10 @@ class LiveServer:
         self._saves = []
 
     def _wake_for_returned(self) -> None:
-        """Give batches that were given back to resting members."""
+        """Give batches that were given back to resting members, also those of a round that nobody is in."""
+        state = self._state
+        if self._policy.coded and not (state.under_way or state.waiting or state.pending):
+            self._queue.end_round(used=False)
         for member in [member for member in self._members.values() if member.standing is Standing.RESTING]:
             if self._has_batch_for(member):
                 self._end_rest(member)
@@ -643,6 +748,9 @@ class LiveServer:
 
     def _end_epochs(self) -> None:
         """Tell resting members that no batches are left, once all are used and committed."""
+        if self._policy.coded:
+            for member in self._held_back():  # they wait for another round, and there may be none
+                self._let_rest(member)
         waiting = self._without_batches()
         if not waiting:
             return

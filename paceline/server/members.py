@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.server.demand import Demand
 from paceline.store.layout import Arena
@@ -46,6 +47,18 @@ class Standing(Enum):
     def rests(self) -> bool:
         return self in (Standing.RESTING, Standing.AVERAGING_AT_REST)
 
+    @property
+    def averages(self) -> bool:
+        return self in (Standing.AVERAGING, Standing.AVERAGING_AT_REST)
+
+
+class GivenBatch(NamedTuple):
+    """A batch that a member computes."""
+
+    epoch: int = -1
+    number: int = -1  # -1: it uses data of its own, or there is none
+    weight: float = 1.0  # of its gradients, in a sum
+
 
 @dataclass(kw_only=True, eq=False)
 class Member:
@@ -62,5 +75,14 @@ class Member:
     ask: int = 0  # the number of its last request
     step: int = -1  # the last step that it was sent
     step_began: float = 0.0
+    batches: list[GivenBatch] = field(default_factory=list)  # that it was given with its step, if that is of a round
+    parts: deque[GivenBatch] = field(default_factory=deque)  # those of them for which it has to ask yet
     pushed_at: float | None = None  # when it pushed, until its next step
+    exchanges: int = -1  # the step of its last push of parameters, until another comes
+    exchanged: bool = False  # whether that was committed: what was added lies in the place of the push
     first_epoch: int = -1  # in which it joined; -1 if the server began in that epoch
+
+    @property
+    def given(self) -> list[GivenBatch]:
+        """Those of its batches of a round that it has got."""
+        return self.batches[: len(self.batches) - len(self.parts)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import CommError
 from paceline.store.gathering import Filled, fill_push, read_parameters
@@ -41,11 +41,14 @@ class _SharedPart:
 
     def end_push(self, step: int) -> None: ...
 
-    def receive(self, version: int) -> int:
-        return self._memory.version
+    def receive(self, version: int, *, exchanged: bool) -> int:
+        return version if exchanged else self._memory.version
 
     def read(self) -> None:
         read_parameters(self._layouts, self._parameters)
+
+    def differences(self) -> list[Tensor]:
+        return self._gradients.views[: len(self._layouts.trained)]
 
     def close(self) -> None: ...
 
@@ -58,7 +61,7 @@ class _DistantPart:
         self._gradients, parameters = Arena(layouts.up), Arena(layouts.down)
         self._parameter_views = parameters.views
         self._into = Pieces(memory_of(parameters.memory))
-        self._version = -1  # of the parameters that were received
+        self._version, self._exchanged = -1, False  # of the parameters that were received, or what came in their place
         try:
             self._connection: Connection = call(address, token, sealed=sealed, seconds=_TIME_TO_COME)
         except CommError:
@@ -83,14 +86,20 @@ class _DistantPart:
             if isinstance(message, wire.Took) and message.step == step:
                 return
 
-    def receive(self, version: int) -> int:
-        """Wait for parameters of this version; return the version that came, which may be a later one."""
-        while self._version < version:
+    def receive(self, version: int, *, exchanged: bool) -> int:
+        """Wait for parameters of this version; return the version that came, which may be a later one.
+
+        ``exchanged``: wait for what the worker's last push has become, which is sent in their place.
+        """
+        while self._version < version or (self._version == version and self._exchanged != exchanged):
             self._hear()
         return self._version
 
     def read(self) -> None:
         read_parameters(self._layouts, self._parameter_views)
+
+    def differences(self) -> list[Tensor]:
+        return self._parameter_views  # all that this part has is trained
 
     def close(self) -> None:
         self._connection.close()
@@ -104,7 +113,7 @@ class _DistantPart:
         if isinstance(message, wire.Refused):
             raise CommError(f"a server that holds a part of the parameters refused this worker: {message.reason}")
         if isinstance(message, wire.Parameters):
-            self._version = message.version
+            self._version, self._exchanged = message.version, message.exchanged
         return message
 
 
@@ -159,12 +168,21 @@ class OtherParts:
 
         Over a network that is a later version, and then a later step has been sent too.
         """
-        found = [part.receive(version) for part in self._parts]
-        if any(each != version for each in found):
+        if not self._receive(version, exchanged=False):
             return False
         for part in self._parts:
             part.read()
         return True
+
+    def differences(self, version: int) -> list[Tensor] | None:
+        """What the last push has become, which a step of this version comes with; None if a later one has come."""
+        if not self._receive(version, exchanged=True):
+            return None
+        return [difference for part in self._parts for difference in part.differences()]
+
+    def _receive(self, version: int, *, exchanged: bool) -> bool:
+        found = [part.receive(version, exchanged=exchanged) for part in self._parts]
+        return all(each == version for each in found)
 
     def close(self) -> None:
         for part in self._parts:

@@ -12,12 +12,13 @@ from paceline.policies.messages import PushKind
 from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
+from paceline.store.in_place import with_differences
 from paceline.store.layout import Arena, memory_of
 from paceline.store.memory import HEAD, SharedMemory
 from paceline.store.parameter_store import ParameterStore
 from paceline.store.partition import layouts_of
 from paceline.store.pending import PushKey, Share
-from paceline.store.shard_state import load_state, norms_of, write_state
+from paceline.store.shard_state import load_state, norms_of, write_rows, write_state
 from paceline.train_state import TrainState
 from paceline.transport import messages as wire
 from paceline.transport.listening import Ended, Heard, Listener, Peer
@@ -58,7 +59,7 @@ class ShardServer:
         self._shard, self._servers = shard, servers
         self._layouts = layouts_of(train_state.model, servers)[shard]
         self._store: ParameterStore | None = None
-        self._shares: list[Share] = []  # of the next commit
+        self._shares: list[Share] = []  # of the next order that is of chosen pushes
         self._file, self._listener, self._address = file, listener, address
         self._memory: SharedMemory | None = None
         self._double_buffer: DoubleBuffer | None = None
@@ -155,6 +156,8 @@ class ShardServer:
                 self._store.take(key, part, examples=order.examples, used=order.used, alone=order.alone)
             case wire.Choose():
                 self._shares.append(Share(PushKey(order.rank, order.step), order.weight))
+            case wire.Compare():
+                return done._replace(value=self._compare())
             case wire.Ready():
                 return done._replace(result=self._make_ready(order))
             case wire.Update():
@@ -175,6 +178,7 @@ class ShardServer:
     def _begin(self, order: wire.Begin) -> None:
         aggregator, kind = parse_aggregator(order.aggregator), PushKind(order.kind)
         rule = CommitRule(adds_up=order.adds_up, aggregator=aggregator, kind=kind)
+        self._train_state = rule.remembering(self._train_state)
         model, servers = self._train_state.model, self._servers
         self._layouts = layouts_of(model, servers, with_reads=rule.with_reads)[self._shard]
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
@@ -196,9 +200,17 @@ class ShardServer:
         amiss, checksum = examine(self._layouts, self._part_of(order.rank, shared=order.shared))
         return wire.Done(0, checksum, (amiss or "").encode())
 
-    def _make_ready(self, order: wire.Ready) -> bytes:
+    def _compare(self) -> int:
         assert self._store is not None
+        rows = self._store.compare(self._shares)
+        self._shares = []
+        return write_rows(self._file, rows)
+
+    def _make_ready(self, order: wire.Ready) -> bytes:
+        assert self._double_buffer is not None and self._store is not None
         self._check_version(order.version - 1)
+        # The first server makes no commit before the last one counts everywhere. What an aggregator remembers changes.
+        self._double_buffer.before_update()
         self._store.combine(self._shares or None)
         self._shares = []
         return norms_of(self._layouts) if self._train_state.clip_norm is not None else b""
@@ -208,7 +220,6 @@ class ShardServer:
         assert self._memory is not None and self._double_buffer is not None and self._store is not None
         self._check_version(order.version - 1)
         self._listener.keep_what_waits()
-        self._double_buffer.before_update()  # the first server makes no commit before the last one counts everywhere
         self._store.update(norm=order.norm)
         self._memory.version = order.version
         self._double_buffer.after_update(order.version, {})
@@ -216,8 +227,13 @@ class ShardServer:
     def _give(self, order: wire.Give) -> None:
         assert self._memory is not None
         self._check_version(order.version)
-        if order.rank in self._parts:  # else it has left
-            self._parts[order.rank].peer.send(wire.Parameters(order.version), memory_of(self._memory.down))
+        part = self._parts.get(order.rank)
+        if part is None:
+            return  # it has left
+        tensors = Pieces(memory_of(self._memory.down))
+        if order.exchanged:
+            tensors = with_differences(self._layouts, self._memory.down, part.laid)
+        part.peer.send(wire.Parameters(order.version, order.exchanged), tensors)
 
     def _check_version(self, version: int) -> None:
         found = self._memory.version if self._memory is not None else None

@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from paceline.errors import CommError, WireError
 from paceline.server.shard_server import TIME_TO_BE_ENDED
 from paceline.store.commit_rule import CommitRule
@@ -19,7 +21,7 @@ from paceline.store.layout import ModelLayouts
 from paceline.store.memory import SharedMemory
 from paceline.store.partition import bits_of, layouts_of, starts_of
 from paceline.store.pending import PushKey, Share
-from paceline.store.shard_state import collect_state, drop_state, norms_of, total_norm, write_state
+from paceline.store.shard_state import collect_state, drop_state, norms_of, read_rows, total_norm, write_state
 from paceline.train_state import TrainState
 from paceline.transport import messages as wire
 from paceline.transport.calling import call
@@ -94,6 +96,7 @@ class Shards:
             for sizes in ([each.up for each in self._layouts], [each.down for each in self._layouts])
         )
         self._orders = 0
+        self._pairs = 0  # of pushes that were compared last
         self._undecided = False  # the others do not know yet that their last commit counts
         self._others: list[_Other] = []
         for number, (layouts, file, address) in enumerate(zip(self._layouts[1:], memories, addresses, strict=True), 1):
@@ -151,11 +154,25 @@ class Shards:
         """Wait until all servers have carried out all orders."""
         self._wait()
 
+    def begin_comparing(self, shares: Sequence[Share]) -> None:
+        """Let the others compare their parts of the pushes that count, of which there are at least two."""
+        self._choose(shares)
+        self._pairs = math.comb(sum(share.weight != 0 for share in shares), 2)
+        self._order_all(wire.Compare(self._number()))
+
+    def end_comparing(self) -> list[Tensor]:
+        """The rows of the other servers."""
+        self._wait()
+        return [read_rows(other.file, other.answer.value, self._pairs) for other in self._others]
+
     def ready(self, version: int, shares: Sequence[Share] = ()) -> None:
         """Let the others combine the gradients of a commit: of these shares, or of all pushes taken."""
-        for key, weight in shares:
-            self._order_all(wire.Choose(self._number(), *key, weight))
+        self._choose(shares)
         self._order_all(wire.Ready(self._number(), version))
+
+    def _choose(self, shares: Sequence[Share]) -> None:
+        for share in shares:
+            self._order_all(wire.Choose(self._number(), *share.push, share.weight))
 
     def update(self, version: int) -> float:
         """Let the others make their parts of the commit; return the norm of all gradients, if it is needed."""
@@ -173,9 +190,9 @@ class Shards:
             self._order_all(wire.Decided(self._number()))
             self._undecided = False
 
-    def give(self, rank: int, version: int) -> None:
-        """Let the others send their parameters to a worker of another host."""
-        self._order_all(wire.Give(self._number(), rank, version))
+    def give(self, rank: int, version: int, *, exchanged: bool) -> None:
+        """Let the others send a worker of another host their parameters, or what its last push has become."""
+        self._order_all(wire.Give(self._number(), rank, version, exchanged))
 
     # Checkpoints, and the end ------------------------------------------------------------------------------------
 

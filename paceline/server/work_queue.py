@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.data.sampler import Last, ShardedSampler
 from paceline.errors import UsageError
+
+_ROUND = -1  # in place of a worker: the batches are leased to the present round
+
+
+class RoundBatch(NamedTuple):
+    """A batch of a round."""
+
+    epoch: int
+    number: int
+    examples: int
 
 
 class WorkQueue:
@@ -28,8 +38,10 @@ class WorkQueue:
         self._data: ShardedSampler | None = None  # for one worker, so that its steps are the batches
         self._next = 0  # the first batch that was never handed out
         self._returned: list[int] = []  # a heap
-        self._leases: dict[int, list[int]] = {}  # worker -> the batches of its step
+        self._leases: dict[int, list[int]] = {}  # worker, or the round -> the batches of its step
         self._pushed: dict[tuple[int, int], list[int]] = {}  # (worker, step) -> batches of a push not committed yet
+        self._round = -1  # the number of the last round
+        self._spoilt: set[int] = set()  # batches of it that are not handed out again
 
     def describe(self, num_samples: int, batch_size: int, last: Last, shuffle: bool) -> None:
         """Describe the data; all later descriptions must equal the first."""
@@ -47,16 +59,61 @@ class WorkQueue:
 
         Leased batches may still be given back; ``finished`` says whether all are used.
         """
-        per_epoch = self._batches_per_epoch()
+        taken = self._take(worker, epochs)
+        return None if taken is None else divmod(taken, self._batches_per_epoch())
+
+    def _take(self, worker: int, epochs: int) -> int | None:
         first = self._returned[0] if self._returned else self._next
-        if first >= epochs * per_epoch:
+        if first >= epochs * self._batches_per_epoch():
             return None
         if self._returned:
             heapq.heappop(self._returned)
         else:
             self._next += 1
         self._leases.setdefault(worker, []).append(first)
-        return divmod(first, per_epoch)
+        return first
+
+    def take_round(self, number: int, size: int, epochs: int) -> list[RoundBatch]:
+        """Lease ``size`` batches, or all that are free, to a round, whose workers share them.
+
+        Once a round has batches, they are the same at every call. A round before it has come to nothing.
+
+        >>> queue = WorkQueue()
+        >>> queue.describe(num_samples=5, batch_size=2, last="short", shuffle=True)
+        >>> [batch.examples for batch in queue.take_round(0, size=4, epochs=1)]
+        [2, 2, 1]
+        >>> queue.end_round(used=True)
+        5
+        """
+        if number != self._round:
+            self.end_round(used=False)
+            self._round = number
+        if _ROUND not in self._leases:
+            while size and self._take(_ROUND, epochs) is not None:
+                size -= 1
+        return [self._described(batch) for batch in self._leases.get(_ROUND, ())]
+
+    def spoil(self, batches: Iterable[tuple[int, int]]) -> None:
+        """Count batches of the present round, given as epoch and number, as used even if nothing comes of the round."""
+        per_epoch = self._batches_per_epoch()
+        self._spoilt |= {epoch * per_epoch + number for epoch, number in batches}
+
+    def end_round(self, *, used: bool) -> int:
+        """End the present round, whose batches are ``used`` or returned; return how many examples were used."""
+        leased, spoilt = self._leases.pop(_ROUND, []), self._spoilt
+        self._spoilt = set()
+        if used:
+            return sum(self._described(batch).examples for batch in leased)
+        for batch in leased:
+            if batch not in spoilt:
+                heapq.heappush(self._returned, batch)
+        return 0
+
+    def _described(self, batch: int) -> RoundBatch:
+        data, (epoch, number) = self._data, divmod(batch, self._batches_per_epoch())
+        assert data is not None
+        left = data.num_samples - number * data.batch_size
+        return RoundBatch(epoch, number, data.batch_size if data.last == "pad" else min(data.batch_size, left))
 
     def has(self, epochs: int) -> bool:
         """Whether ``take`` would return a batch now."""
@@ -110,7 +167,7 @@ class WorkQueue:
             self.describe(*saved["data"])
         self._next = saved["next"]
         self._returned = sorted(saved["unused"])
-        self._leases, self._pushed = {}, {}
+        self._leases, self._pushed, self._round, self._spoilt = {}, {}, -1, set()
 
     def _batches_per_epoch(self) -> int:
         if self._data is None:

@@ -246,7 +246,7 @@ class PeersSession(ReformingSession):
                 self._threads.close()
             self._exchange.close()
             if self._forming is not None:
-                self._forming.close(ended_well=not self._failed)
+                self._forming.leave(ended_well=not self._failed)
 
     def _end_well(self) -> None:
         if self._accumulating:
@@ -313,6 +313,26 @@ class PeersSession(ReformingSession):
     def _begin(self, step: Step) -> None:
         self._check_not_inside()
         self._check_own_parameters("a step was opened")
+        if not self._data.under_way:  # else they were let in before the batch
+            self._let_others_in()
+        if self._data.outdated:
+            self._begin_in_vain(step)
+        else:
+            self._begin_block(step)
+        if self._undecided is not None:
+            self._undecided.begin()
+        if self._injected_delays is not None:
+            time.sleep(self._injected_delays.of_step(self._blocks))
+
+    def _begin_in_vain(self, step: Step) -> None:
+        """Begin a block on a batch that comes again, since a worker has died: nothing comes of it."""
+        if self._accumulating:
+            self._abandon_update()
+        self._begin_update(keep_buffers=True)
+        step.cancelled = True
+        self._enter(step, fresh=True)
+
+    def _begin_block(self, step: Step) -> None:
         fresh = not self._accumulating
         if fresh:
             self._first_block = self._blocks
@@ -336,10 +356,6 @@ class PeersSession(ReformingSession):
             step.cancelled = True  # the block cannot be left out; what comes of it is not used
             self._nan_guard.remember_buffers(self._train_state.model, always=True)
         self._enter(step, fresh=fresh)
-        if self._undecided is not None:
-            self._undecided.begin()
-        if self._injected_delays is not None:
-            time.sleep(self._injected_delays.of_step(self._blocks))
 
     def _arm(self, step: Step, examples: int, total: int | None) -> None:
         # Blocks and updates together: a worker that has failed in a block, or skipped an update, is found out.
@@ -364,7 +380,6 @@ class PeersSession(ReformingSession):
         return False
 
     def _conclude(self, step: Step) -> None:
-        num_bytes = self._exchange.num_bytes
         try:
             outcome = self._exchange.finish() if not step.accumulate and step.closure is None else None
             self._hear_others(outcome)
@@ -386,7 +401,7 @@ class PeersSession(ReformingSession):
             return
         self.steps += 1
         self._data.use()
-        if not self._exchange_update(num_bytes):
+        if not self._exchange_update():
             self._after_update()
             return
         self._num_bytes += self._exchange.num_bytes - self._num_bytes_before
@@ -396,9 +411,7 @@ class PeersSession(ReformingSession):
             self._log(step, outcome, rate)
         self._after_update()
 
-    def _exchange_update(self, num_bytes: int | None = None) -> bool:
-        """``num_bytes`` had been sent before the update; by default all that were sent so far."""
-        num_bytes = self._exchange.num_bytes if num_bytes is None else num_bytes
+    def _exchange_update(self) -> bool:
         while True:
             kept = self._exchange.kept_state() if self._exchange.replicas_differ else None
             try:
@@ -407,7 +420,7 @@ class PeersSession(ReformingSession):
             except LostContactError as lost:
                 if self._recover(lost, "exchange", kept) == "copied":
                     return False
-        if not self._exchange.replicas_differ or self._exchange.num_bytes > num_bytes:
+        if self._exchange.exchanges:
             self._operations += 1
             self._data.exchanged()
         return True
@@ -422,23 +435,25 @@ class PeersSession(ReformingSession):
             self.save()
         if self._stopping or (self.world_size == 1 and self._asked_to_stop()):
             self._stop()
-        self._let_others_in()
 
     def _give_up(self, step: Step, lost: LostContactError) -> None:
         """A worker has died in this step: go on from its start, or from its end if others have made the update."""
         if self._forming is None:
             raise lost
-        self._exchange.release(failed=True)
-        self._undo_block()
-        self._accumulating = False
-        self._blocks = self._first_block
-        self._data.give_up()
+        self._abandon_update()
         after = self._recover(lost, "step", self._kept)
         step.cancelled = after == "again"
         if after == "exchange":
             self._exchange_update()
         if after != "again":
             self._after_update()
+
+    def _abandon_update(self) -> None:
+        self._exchange.release(failed=True)
+        self._undo_block()
+        self._accumulating = False
+        self._blocks = self._first_block
+        self._data.give_up()
 
     def _undo_block(self) -> None:
         """Leave the model as it was before the update."""

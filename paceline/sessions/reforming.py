@@ -52,6 +52,7 @@ class ReformingSession(Session):
         self._take_part_after: int | None = None  # the steps after which it is that of the present group
         self._averaging: list[contextlib.ExitStack] = []  # what leaving the blocks of averaged() undoes
         self._stopping = False  # a worker was asked to stop, and all know it
+        self._data.before_batch = self._let_others_in
         self._highest_rate, self._decayed = 0.0, False  # of the learning rates so far
 
     @abstractmethod
@@ -61,6 +62,10 @@ class ReformingSession(Session):
     @abstractmethod
     def _exchange_update(self) -> bool:
         """Exchange what is due after an update; return False if the state was copied from others, who had done so."""
+
+    @abstractmethod
+    def _abandon_update(self) -> None:
+        """Leave the update under way as if it had not begun."""
 
     @abstractmethod
     def _after_update(self) -> None:
@@ -87,6 +92,8 @@ class ReformingSession(Session):
                 self._exchange.confirm()
                 break
             except LostContactError as lost:
+                if self._accumulating and not self._exchange.replicas_differ:  # else what it has is its own
+                    self._abandon_update()
                 after = self._recover(lost, "other")
                 if after == "again":
                     continue
@@ -113,9 +120,11 @@ class ReformingSession(Session):
         return self._regroup(doing, began, kept, failed=True)
 
     def _let_others_in(self) -> None:
-        """Form a new group between two steps, if others wait to join."""
-        if self._forming is not None and self._forming.is_due(self._operations, self._exchange.lead()):
-            self._regroup("step", time.perf_counter(), failed=False)
+        """Form a new group, if others wait to join: when the loop begins a turn, as a script that begins anew does."""
+        if self._forming is None or self._accumulating:
+            return
+        if self._forming.is_due(self._operations, self._exchange.lead()):
+            self._regroup("turn", time.perf_counter(), failed=False)
 
     def _regroup(self, doing: Doing, began: float, kept: Mapping[str, Any] | None = None, *, failed: bool) -> Next:
         assert self._forming is not None
@@ -124,7 +133,8 @@ class ReformingSession(Session):
         self._exchange.close()
         self._exchange = Alone()
         self._run_state.go_on(self._exchange)
-        status = Status(self.steps, self._operations, doing, has_state=True)
+        in_hand = doing != "turn" and self._data.in_hand  # where a turn begins the loop is done with its last batch
+        status = Status(self.steps, self._operations, doing, has_state=True, in_hand=in_hand, epoch=self.epoch)
         while True:
             try:
                 peers = self._forming.form(status, failed=failed)
@@ -181,6 +191,7 @@ class ReformingSession(Session):
             self.run = Run(self._run_path, resume=True, keep=self._keep)
             self._run_state.take_over(self.run, self.steps)
         self._exchange.started(self._progress())
+        self._exchange.give_up(formation.furthest.steps)
 
     def _take_part(self) -> None:
         """Take batches as a member of the new group, as soon as this worker has made the steps that others have made.
@@ -191,7 +202,8 @@ class ReformingSession(Session):
         if self._take_part_after is not None and self.steps >= self._take_part_after:
             self._take_part_after = None
             self._part = self.rank, self.world_size
-            self._data.move(self._forming.formation.members)
+            formation = self._forming.formation
+            self._data.move(formation.members, in_hand=formation.in_hand, epoch=formation.furthest.epoch)
 
     def _state(self, kept: Mapping[str, Any]) -> dict[str, Any]:
         """All that another worker needs to go on from here."""

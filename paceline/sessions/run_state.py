@@ -167,11 +167,13 @@ class RunState:
         What the exchanges of all workers have in common is in that of worker 0.
         """
         replicas, exchange = state["replicas"], self._exchange
-        same_policy = type(parse_policy(state["session"]["policy"])) is type(self._policy)
+        before = parse_policy(state["session"]["policy"])
+        same_policy = type(before) is type(self._policy)
+        same_exchange = same_policy or isinstance(before, ServerPolicy)  # a server has the same under all of its own
         as_many = same_policy and exchange.replicas_differ and len(replicas) == exchange.world_size
         own = replicas[exchange.rank] if as_many else state
         self._train_state.load_state_dict(own["trainee"])
-        exchange.load_state_dict({**state["exchange"], **own["exchange"]} if same_policy else {})
+        exchange.load_state_dict({**state["exchange"], **own["exchange"]} if same_exchange else {})
         if not as_many:
             exchange.agreed()
 

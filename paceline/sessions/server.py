@@ -77,7 +77,7 @@ class ServerRun:
         self.seed = torch.initial_seed() if seed is None else seed
         self.steps = 0
         self._blocks = 0  # of a resumed run that had no server
-        self._train_state = train_state
+        self._train_state = train_state = CommitRule.of(policy).remembering(train_state)
         self._progress = ServerProgress(workers)
         self._data = BatchStream()
         self._run_state = RunState(

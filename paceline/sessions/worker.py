@@ -21,19 +21,21 @@ from paceline.errors import UsageError
 from paceline.launch.environment import ServerAssignment, read_world
 from paceline.peers.tensors import averaged_dtype
 from paceline.policies import Policy
+from paceline.policies.messages import PushKind
 from paceline.record.fingerprints import checksum_of
 from paceline.record.metrics import as_number
 from paceline.seeding import derive_seed, seed_streams
 from paceline.server.cancellation import Cancellation, StepCancelled
 from paceline.server.client import Client
 from paceline.server.demand import NEWEST_PARAMETERS, OWN_DATA, Demand
-from paceline.server.local_steps import LocalSteps
+from paceline.server.local_steps import make_local_steps
+from paceline.server.part_sum import PartSum
 from paceline.sessions.nan_guard import OnNaN
 from paceline.sessions.session import Session, Step
 from paceline.sessions.timing import StepClock, Timing
 from paceline.train_state import TrainState
 from paceline.transport.listening import sealed_to
-from paceline.transport.messages import Finished, Go
+from paceline.transport.messages import BatchMessage, Finished, Go
 
 logger = logging.getLogger("paceline")
 
@@ -88,7 +90,9 @@ class WorkerSession(Session):
         self._waited = 0.0
         self._last_block: Step | None = None  # of those that were not cancelled
         self._welcome = welcome  # another one comes when the worker joins again
-        self._local = LocalSteps(train_state) if welcome.kind == "difference" else None
+        self._local = make_local_steps(PushKind(welcome.kind), train_state, momentum=welcome.local_momentum)
+        self._parts = PartSum(train_state.model) if welcome.coded else None
+        self._part: Go | BatchMessage | None = None  # the batch of the next block, if there are several of a round
         self._means = 0  # in this epoch
         self._sampler: ShardedSampler | None = None  # of the data that the server knows of
         self._data_checksum: int | None = None
@@ -104,6 +108,7 @@ class WorkerSession(Session):
         found = resolve(source, open_loaders=True, **options)
         end = self.epoch + 1 if epochs is None else epochs
         if not isinstance(found, Indexed):
+            self._refuse_own_data()
             return self._own_batches(found, end)
         self._tell_of_options(found.options)
         sampler = ShardedSampler(
@@ -151,7 +156,7 @@ class WorkerSession(Session):
         try:
             while (batch := self._next_batch()) is not None:
                 epoch, number = batch
-                self._data.epoch = epoch
+                self._data.epoch = max(self._data.epoch, epoch)  # after a loop that was broken off, its rest comes
                 data, examples = batches.fetch(epoch, number)
                 self._data.batch, self._data.handed_out = Fetched(data, examples, None, 0), True
                 yield data
@@ -159,13 +164,20 @@ class WorkerSession(Session):
             self._demand = OWN_DATA
             if self._data.batch is not None:  # no step was made of it: the server takes it back
                 self._data.batch, self._phase = None, _Phase.NOTHING_ASKED
-                self._undo_local_steps()
+                self._undo_blocks()
         self._begin_epoch(end)
 
     def _next_batch(self) -> tuple[int, int] | None:
         """The batch for the next block, or None if there are no more."""
         if self._phase is _Phase.STEP_HELD and self._under_way and self._asked != self._demand:
             self._push_rest()  # of a loop that was broken off
+        elif self._phase is _Phase.STEP_HELD and self._parts_made and self._data.batch is not None:
+            self._skip()  # no block was made of a part
+        elif self._phase is _Phase.STEP_HELD and self._parts_made:
+            self._part = self._client.more()
+            if self._part is not None:
+                return self._part.epoch, self._part.batch
+            self._give_up()
         elif self._phase is _Phase.STEP_HELD and self._under_way:
             more = self._client.more()
             if more is not None and more.batch >= 0:
@@ -177,7 +189,10 @@ class WorkerSession(Session):
         elif self._phase is _Phase.STEP_HELD:  # no step was made of it
             self._client.skip()
             self._phase = _Phase.STEP_COMES
-        return (self._go.epoch, self._go.batch) if self._have_step() else None
+        if not self._have_step():
+            return None
+        self._part = self._go
+        return self._go.epoch, self._go.batch
 
     def _own_batches(self, source: Iterable[Any], end: int) -> Iterator[Any]:
         of_step: list[Any] = []  # batches of the present step
@@ -221,6 +236,7 @@ class WorkerSession(Session):
     def refresh(self) -> None:
         if self._current is not None:
             raise UsageError(f"step {self.steps}: refresh() was called inside a step; call it after the block")
+        self._refuse_between_parts("refresh()")
         if self._accumulating or (self._data.batch is not None and self._demand != OWN_DATA):
             raise UsageError(
                 f"step {self.steps}: refresh() was called between a batch and its step, or between accumulating ones; "
@@ -233,10 +249,27 @@ class WorkerSession(Session):
         self.steps = self._client.next_step(NEWEST_PARAMETERS).version
 
     def _mean(self, value: Tensor, weight: float) -> Tensor:
+        self._refuse_between_parts("mean()")
         self._means += 1
         values = tuple(value.reshape(-1).double().tolist())
         averaged = self._client.mean(self.epoch, f"{self.epoch}/{self._means}", weight, values)
         return torch.tensor(averaged, dtype=torch.float64).reshape(value.shape).to(value.device, averaged_dtype(value))
+
+    def _refuse_own_data(self) -> None:
+        if self._parts is not None:
+            raise UsageError(
+                f"step {self.steps}: under {self.policy} several workers compute the same batches, so the server has "
+                "to hand them out; take them from session.batches(dataset, batch_size), with a map-style data set"
+            )
+
+    def _refuse_between_parts(self, what: str) -> None:
+        if self._parts_made and self._demand == OWN_DATA:
+            self._push_rest()  # of a loop that was broken off
+        if self._parts_made:
+            raise UsageError(
+                f"step {self.steps}: {what} was called between two batches of one push, of which a worker computes "
+                f"several under {self.policy}; call it after the loop over the batches of an epoch"
+            )
 
     def save(self, path: str | Path | None = None) -> Path | None:
         if self._current is not None:
@@ -284,28 +317,61 @@ class WorkerSession(Session):
             return False
         assert answer.fresh or answer.doomed or self._local is None, "local steps have changed the parameters"
         self._go, self._phase = answer, _Phase.STEP_HELD
-        if self._local is not None and self._client.welcome is not self._welcome:
-            self._local.forget()
-            self._welcome = self._client.welcome
+        if self._local is not None:
+            if self._client.welcome is not self._welcome:
+                self._local.forget()
+                self._welcome = self._client.welcome
+            self._local.answered(self._client.differences)
         return True
 
     def _begin(self, step: Step) -> None:
         self._check_not_inside()
+        if self._parts is not None:
+            self._check_part(step)
         if self._phase is not _Phase.STEP_HELD or self._asked != self._demand:
             has_step = self._have_step()
             assert has_step, "the server has steps without end for those who have data of their own"
         fresh, computes = not self._under_way, not self._accumulating
+        if self._local is not None and computes:
+            self._local.begin(self._client.version)
         if fresh:
             self._look_at_settings()
             self._blocks = 0
             self._begin_update(keep_buffers=True)
         elif computes:
             self._train_state.clear_gradients()
-        seed_streams(derive_seed(self.seed, self.rank, "step", self._go.step, self._blocks))
+        seed_streams(self._block_seed())
         self._blocks += 1
         self._count_examples(step)
         self._enter(step, fresh=fresh)
         self._cancellation.arm(self._pause if computes and self._injected_delays is not None else None)
+
+    def _block_seed(self) -> int:
+        """The seed of a block's random streams: of this worker's step, or of a batch that others compute too."""
+        if self._parts is None:
+            return derive_seed(self.seed, self.rank, "step", self._go.step, self._blocks)
+        assert self._part is not None
+        return derive_seed(self.seed, "part", self._part.epoch, self._part.batch)
+
+    def _check_part(self, step: Step) -> None:
+        """Raise if a block cannot be a part of a round."""
+        batch = self._data.batch
+        if self._demand == OWN_DATA:
+            self._refuse_own_data()
+        if batch is None:
+            raise UsageError(
+                f"step {self.steps}: a second step was made of one batch, and under {self.policy} each batch has one"
+            )
+        if step.accumulate:
+            raise UsageError(
+                f"step {self.steps}: accumulate=True cannot be combined with {self.policy}, under which a push is "
+                "already a sum over several batches; leave it out"
+            )
+        if step.examples not in (None, batch.examples):
+            raise UsageError(
+                f"step {self.steps}: examples={step.examples} for a batch of {batch.examples}, and under {self.policy} "
+                "the server weights each batch by its size; leave examples out"
+            )
 
     def _look_at_settings(self) -> None:
         """Warn once, on worker 0, if the script changes its optimizer's options, which have no effect here."""
@@ -354,7 +420,7 @@ class WorkerSession(Session):
     def _give_up(self) -> None:
         """Undo the present step, which was cancelled."""
         self._accumulating = False
-        self._undo_local_steps()
+        self._undo_blocks()
         self._train_state.clear_gradients()
         self._nan_guard.restore_buffers(self._train_state.model)
         self._phase = _Phase.STEP_COMES
@@ -368,15 +434,27 @@ class WorkerSession(Session):
     @property
     def _under_way(self) -> bool:
         """Whether a step has had blocks, and needs more before it is pushed."""
-        return self._accumulating or self._local_steps_made > 0
+        return self._accumulating or self._local_steps_made > 0 or self._parts_made > 0
 
-    def _undo_local_steps(self) -> None:
+    @property
+    def _parts_made(self) -> int:
+        """The batches of a push that are computed, while others are not."""
+        return 0 if self._parts is None else self._parts.made
+
+    def _undo_blocks(self) -> None:
+        """Forget the blocks since the last push."""
         if self._local is not None:
             self._local.undo()
+        if self._parts is not None:
+            self._parts.forget()
 
     def _push_rest(self) -> bool:
         """Push what there is of a step, as a smaller one; False if it was cancelled."""
         assert self._last_block is not None
+        if self._parts_made:  # less than all parts is of no use
+            self._phase = _Phase.NOTHING_ASKED
+            self._undo_blocks()
+            return False
         if self._client.cancelled():
             self._give_up()
             return False
@@ -388,29 +466,40 @@ class WorkerSession(Session):
         return True
 
     def _finish(self, step: Step) -> None:
-        """The gradients of a step, or of a local one, are complete."""
+        """The gradients of a step, of a local one, or of a part of a round are complete."""
         loss = self._loss_of(step)
         step.skipped = self._nan_guard.skips(loss, loss)
         if step.skipped:
             self._skip()
+        elif self._parts is not None and not self._add_part(self._parts):
+            self._remember_bad_loss(step)
         elif self._local is None:
             self._push(loss)
         else:
-            self._local.step(self._client.version)
+            self._local.step()
             if self._local.made == self._welcome.local_steps:
                 self._push(loss)
+
+    def _add_part(self, parts: PartSum) -> bool:
+        """Add the gradients of a batch to the sum; True if that is complete, and has their place."""
+        assert self._part is not None
+        parts.add(self._part.weight)
+        if parts.made <= self._go.more:
+            return False
+        parts.end()
+        return True
 
     def _skip(self) -> None:
         """Give the step up, and count its batches as used."""
         self._phase = _Phase.STEP_COMES
-        self._undo_local_steps()
+        self._undo_blocks()
         self._nan_guard.restore_buffers(self._train_state.model)
         self._client.skip()
 
     def _push(self, loss: float | None) -> None:
         if self._local is not None and not self._local.end():
             logger.warning(
-                "step %d of worker %d: what its local steps changed is not finite; it is left out",
+                "step %d of worker %d: what its local steps have come to is not finite; it is left out",
                 self._go.step,
                 self.rank,
             )

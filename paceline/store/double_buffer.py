@@ -175,7 +175,7 @@ class DoubleBuffer:
         new: dict[tuple[int, int, str], Tensor] = {}
         self._others = []
         count = 0
-        for key, value in _entries_of(self._train_state.optimizers):
+        for key, value in _entries_of(self._train_state.holders):
             if not isinstance(value, Tensor):
                 self._others.append((*key, value))
                 continue
@@ -189,7 +189,7 @@ class DoubleBuffer:
             self._add_stretch(new)
         self._absent = []
         if count != len(self._placed):
-            present = {key for key, _ in _entries_of(self._train_state.optimizers)}
+            present = {key for key, _ in _entries_of(self._train_state.holders)}
             self._absent = [key for key in self._placed if key not in present]
 
     def _add_stretch(self, tensors: Mapping[tuple[int, int, str], Tensor]) -> None:
@@ -228,7 +228,7 @@ class DoubleBuffer:
         """Give all state but the optimizers' tensors, as JSON: rates, schedulers, counts."""
         state = {
             "groups": [
-                [{**group, "params": None} for group in each.param_groups] for each in self._train_state.optimizers
+                [{**group, "params": None} for group in each.param_groups] for each in self._train_state.holders
             ],
             "schedulers": [scheduler.state_dict() for scheduler in self._train_state.schedulers],
             "others": self._others,
@@ -238,7 +238,7 @@ class DoubleBuffer:
         tree, tensors = pack(state)
         written = {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in tensors.items()}
         text = json.dumps({"state": tree, "tensors": written})
-        groups = [group for each in self._train_state.optimizers for group in each.param_groups]
+        groups = [group for each in self._train_state.holders for group in each.param_groups]
         values = [value for group in groups for name, value in group.items() if name != "params"]
         values += [entry[-1] for entry in self._others]
         lasting = not (tensors or self._train_state.schedulers) and all(
@@ -251,7 +251,7 @@ class DoubleBuffer:
         small = found["small"]
         tensors = {name: torch.tensor(value, dtype=_dtype(dtype)) for name, (dtype, value) in small["tensors"].items()}
         state = unpack(small["state"], tensors)
-        optimizers = self._train_state.optimizers
+        optimizers = self._train_state.holders
         for optimizer, groups in zip(optimizers, state["groups"], strict=True):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update({**saved, "params": group["params"]})

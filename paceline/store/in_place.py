@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from paceline.store.copying import lies_plainly
-from paceline.store.layout import Layout, ModelLayouts, memory_of
+from paceline.store.layout import Arena, Layout, ModelLayouts, memory_of
 from paceline.transport.pieces import Pieces
 
 _LEAST = 1 << 16  # bytes: shorter ones are copied faster than they are sent or received one by one
@@ -66,9 +66,21 @@ class Parameters:
                 else:
                     tensor.copy_(view)
 
+    def of_trained(self) -> list[Tensor]:
+        """What came aside for the parameters that are trained."""
+        pairs = zip(self._layouts.parameters, self._views, strict=False)
+        return [view for parameter, view in pairs if parameter.requires_grad]
+
     def _lying(self) -> dict[int, Tensor]:
         pairs = zip(self._tensors, self._views, strict=True)
         return {index: tensor for index, (tensor, view) in enumerate(pairs) if _lies_well(tensor, view)}
+
+
+def with_differences(layouts: ModelLayouts, memory: Tensor, push: Arena) -> Pieces:
+    """The parameters in ``memory`` to send, with what a commit has made of ``push`` in place of those trained."""
+    trained = [index for index, parameter in enumerate(layouts.parameters) if parameter.requires_grad]
+    pairs = zip(trained, push.views, strict=False)
+    return _joined(layouts.down, memory, {index: view for index, view in pairs if view.numel()})
 
 
 def _lies_well(tensor: Tensor, view: Tensor) -> bool:

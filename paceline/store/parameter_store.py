@@ -11,7 +11,8 @@ from paceline.policies.messages import PushKind
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import publish
 from paceline.store.layout import Arena, ModelLayouts
-from paceline.store.pending import KeptPushes, Pending, PushKey, RunningMean, Share
+from paceline.store.pending import ExchangedPushes, KeptPushes, Pending, PushKey, RunningMean, Share
+from paceline.store.remembered import Remembered
 from paceline.store.shard_state import clip
 from paceline.train_state import TrainState
 
@@ -29,19 +30,40 @@ class ParameterStore:
     def forget(self) -> None:
         """Drop the pushes that wait, as they are lost with a server that is killed."""
         self._pending: Pending
-        if self._rule.keeps_pushes:
-            self._pending = KeptPushes(self._layouts, self._rule.aggregator, self._memory)
+        if self._rule.kind is PushKind.PARAMETERS:
+            self._pending = ExchangedPushes(self._layouts, self._memory)
+        elif self._rule.keeps_pushes:
+            remembered = self._train_state.remembered
+            assert remembered is None or isinstance(remembered, Remembered)
+            assert self._rule.aggregator.remembers == (remembered is not None), "see CommitRule.remembering"
+            self._pending = KeptPushes(self._layouts, self._rule.aggregator, self._memory, remembered)
         else:
             self._pending = RunningMean(self._layouts.up)
 
     def take(self, key: PushKey, push: Arena, *, examples: int, used: bytes, alone: bool = False) -> None:
-        """Take a push. Its memory may be used again at once, unless the next commit is of this push ``alone``."""
+        """Take a push. Its memory may be used again at once, unless the next commit is of this push ``alone``.
+
+        That of pushed parameters may not before their commit, which puts there what it has added.
+        """
         self._pending.take(key, push, examples, int.from_bytes(used, "little"), alone=alone)
 
-    def combine(self, shares: Sequence[Share] | None = None) -> None:
+    def compare(self, shares: Sequence[Share] | None) -> Tensor:
+        """Compare the pushes of a commit in pairs, if the rule ``compares``: a row for each trained parameter."""
+        assert isinstance(self._pending, KeptPushes)
+        return self._pending.compare(shares)
+
+    def weigh(self, shares: Sequence[Share] | None, rows: Sequence[Tensor]) -> list[Share]:
+        """Give the pushes of a commit their weights, by the rows of ``compare`` of each server, in order."""
+        assert isinstance(self._pending, KeptPushes)
+        return self._pending.weigh(shares, rows)
+
+    def combine(self, shares: Sequence[Share] | None = None) -> bool:
         """Begin a commit: put the result of its pushes into the parameters' gradients, and into the buffers.
 
-        Without ``shares`` the commit is of all pushes that wait, weighted by their examples.
+        False if no push counts, so that the commit changes nothing.
+
+        Without ``shares`` the commit is of all pushes that wait, weighted by their examples. If the rule ``compares``,
+        they are what ``weigh`` gives.
         """
         combined = self._pending.combine(shares)
         views, trained = combined.arena.views, self._layouts.trained
@@ -51,6 +73,7 @@ class ParameterStore:
             with torch.no_grad():
                 for buffer, pushed in zip(self._layouts.buffers, views[len(trained) :], strict=False):
                     buffer.copy_(pushed)
+        return combined.counts
 
     def update(self, *, norm: float | None = None) -> None:
         """End the commit: step the optimizers, or add the differences, and have the parameters in the memory.
@@ -78,7 +101,10 @@ class ParameterStore:
                 parameter.add_(parameter.grad)
         self._train_state.step_schedulers()
 
-    def commit(self, shares: Sequence[Share] | None = None) -> None:
-        """Make a commit of the pushes that are named, or of all that wait."""
-        self.combine(shares)
+    def commit(self, shares: Sequence[Share] | None = None) -> bool:
+        """Make a commit of the pushes that are named, or of all that wait; False if no push counts."""
+        if self._rule.compares:
+            shares = self.weigh(shares, [self.compare(shares)])
+        counts = self.combine(shares)
         self.update()
+        return counts

@@ -1,17 +1,21 @@
-"""The pushes that wait for a commit: added up when they come, or kept until their commit."""
+"""The pushes that wait for a commit: added up when they come, kept until their commit, or left where they lie."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from paceline.aggregators import Aggregator
-from paceline.policies.messages import mean_weights
+from paceline.aggregators import Aggregator, Needs
+from paceline.policies.messages import Commit, mean_weights
 from paceline.store.copying import HALVES
 from paceline.store.layout import Arena, Layout, ModelLayouts
+from paceline.store.pairs import compare_pushes, keep_apart, matrix_of
+from paceline.store.remembered import Remembered
 
 
 class PushKey(NamedTuple):
@@ -26,6 +30,13 @@ class Share(NamedTuple):
 
     push: PushKey
     weight: float
+    group: int = 0  # pushes of one group are of the same batches, if the policy has groups
+
+
+def shares_of(commit: Commit) -> list[Share]:
+    """The pushes of a commit, with their weights and groups."""
+    keys = [PushKey(push.worker, push.step) for push in commit.pushes]
+    return [*map(Share, keys, commit.weights, commit.groups or [0] * len(keys))]
 
 
 class Combined(NamedTuple):
@@ -103,9 +114,9 @@ class RunningMean:
         finally:
             self._weight, self._used, self._taken, self._alone = 0.0, 0, [], None
 
-    def _means(self) -> list[tuple[PushKey, float]]:
+    def _means(self) -> list[Share]:
         keys, examples = zip(*self._taken, strict=True)
-        return [*zip(keys, mean_weights(examples), strict=True)]
+        return [*map(Share, keys, mean_weights(examples))]
 
 
 class _Kept(NamedTuple):
@@ -118,14 +129,17 @@ class _Kept(NamedTuple):
 class KeptPushes:
     """Each push that waits. A commit may name any of them, with any weights; ``memory`` has the present parameters."""
 
-    def __init__(self, layouts: ModelLayouts, aggregator: Aggregator, memory: Tensor) -> None:
-        self._layout, self._aggregator = layouts.up, aggregator
+    def __init__(
+        self, layouts: ModelLayouts, aggregator: Aggregator, memory: Tensor, remembered: Remembered | None
+    ) -> None:
+        self._layout, self._aggregator, self._remembered = layouts.up, aggregator, remembered
         num_trained, num_read = len(layouts.trained), len(layouts.reads)
+        self._num_trained = num_trained
         stop = len(layouts.up.offsets) - num_read
         self._buffers = range(num_trained, stop)  # the places of these in a push
         self._reads = range(stop, stop + num_read)
-        parameters = zip(layouts.parameters, layouts.down.padded(memory), strict=False)
-        self._now = [vector for parameter, vector in parameters if parameter.requires_grad]
+        parameters = zip(layouts.parameters, layouts.down.views(memory), strict=False)
+        self._now = [(parameter, view) for parameter, view in parameters if parameter.requires_grad]
         self._kept: dict[PushKey, _Kept] = {}
         self._free: list[Arena] = []
         self._result: Arena | None = None
@@ -138,10 +152,38 @@ class KeptPushes:
         arena.memory.copy_(push.memory)
         self._kept[key] = _Kept(arena, examples, used, own=True)
 
+    def compare(self, shares: Sequence[Share] | None) -> Tensor:
+        """Compare the pushes that count in pairs: a row of numbers for each trained parameter.
+
+        If the aggregator compares whole pushes, more rows are for the buffers and for which gradients there are.
+        """
+        counting = [self._kept[share.push] for share in self._named(shares) if share.weight]
+        stop = self._reads.start if self._aggregator.whole else self._num_trained
+        rows = compare_pushes(self._aggregator, [each.arena.views[:stop] for each in counting])
+        if not self._aggregator.whole:
+            return rows
+        differs = [float(one.used != other.used) for one, other in combinations(counting, 2)]
+        return torch.cat([rows, torch.tensor([differs], dtype=torch.float64)])
+
+    def weigh(self, shares: Sequence[Share] | None, rows: Sequence[Tensor]) -> list[Share]:
+        """Let the aggregator weigh the pushes that count, by the rows of all servers; too few of them weigh nothing."""
+        named = self._named(shares)
+        counting = [share for share in named if share.weight]
+        weighed: Iterator[float] = iter(())
+        if len(counting) >= self._aggregator.least:
+            pairs = keep_apart(matrix_of(rows, len(counting)), [share.group for share in counting])
+            weighed = iter(self._aggregator.weigh(pairs, [share.weight for share in counting]))
+        return [share._replace(weight=next(weighed, 0.0) if share.weight else 0.0) for share in named]
+
+    def _named(self, shares: Sequence[Share] | None) -> Sequence[Share]:
+        """The shares, or without them all pushes that wait, weighted by their examples."""
+        if shares is not None:
+            return shares
+        examples = [each.examples for each in self._kept.values()]
+        return [*map(Share, self._kept, mean_weights(examples))]
+
     def combine(self, shares: Sequence[Share] | None) -> Combined:
-        if shares is None:
-            examples = [each.examples for each in self._kept.values()]
-            shares = [*map(Share, self._kept, mean_weights(examples))]
+        shares = self._named(shares)
         assert all(math.isfinite(share.weight) for share in shares), (
             f"wanted weights that are finite, and the policy names {shares}"
         )
@@ -150,7 +192,8 @@ class KeptPushes:
         if self._result is None:
             self._result = Arena(self._layout)
         counting = [(each, weight) for each, weight in named if weight]
-        if not counting or len(counting) < self._aggregator.least:
+        least = 1 if self._aggregator.needs is Needs.PAIRS else self._aggregator.least  # of pairs, see ``weigh``
+        if len(counting) < max(1, least):
             return Combined(self._result, used=0, counts=False)
         kept, weights = zip(*counting, strict=True)
         if self._reads:
@@ -165,9 +208,12 @@ class KeptPushes:
     def _correct(self, kept: Sequence[_Kept]) -> None:
         """Let the aggregator correct the gradients of each push, where they lie."""
         for each in kept:
-            vectors = each.arena.padded
-            for gradient, read, now in zip(vectors, vectors[self._reads.start :], self._now, strict=False):
-                gradient.copy_(self._aggregator.correct(gradient, read, now))
+            views = each.arena.views
+            for index, (parameter, now) in enumerate(self._now):
+                if each.used >> index & 1:
+                    gradient, read = views[index], views[self._reads.start + index]
+                    remembered = self._remembered.of(parameter) if self._remembered is not None else None
+                    gradient.copy_(self._aggregator.correct(gradient, read, now, remembered))
 
     def _combine_gradients(self, result: Arena, kept: Sequence[_Kept], weights: Sequence[float]) -> None:
         """Combine whole vectors with all that is in them, since one operation is faster than one for each tensor."""
@@ -186,6 +232,80 @@ class KeptPushes:
                 buffer.copy_(parts[-1])  # a count, such as BatchNorm's of batches, is that of the last push
             elif not done:
                 buffer.copy_(self._aggregator.combine(parts, [size / total for size in sizes]))
+
+
+class ExchangedPushes:
+    """Pushes of parameters, each of which lies where its worker waits for the difference that a commit puts there.
+
+    ``memory`` has the present parameters and buffers. A push x with the weight w becomes w (x - z), of the parameters z
+    before the commit, which moves them by the sum of these.
+    """
+
+    def __init__(self, layouts: ModelLayouts, memory: Tensor) -> None:
+        self._layout = layouts.up
+        now = layouts.down.padded(memory)
+        places = zip(layouts.parameters, now, strict=False)
+        self._parameters = [vector for parameter, vector in places if parameter.requires_grad]
+        self._buffers = now[len(layouts.parameters) :]
+        self._waiting: dict[PushKey, tuple[Arena, int]] = {}
+        self._sum: Arena | None = None  # made when a commit first has more than one push
+
+    def take(self, key: PushKey, push: Arena, examples: int, used: int, *, alone: bool) -> None:
+        """Take a push; its memory has to stay as it is until the commit."""
+        self._waiting[key] = push, used
+
+    def combine(self, shares: Sequence[Share] | None) -> Combined:
+        assert shares is not None, "a commit of parameters names its pushes and their weights"
+        assert all(math.isfinite(share.weight) for share in shares), (
+            f"wanted weights that are finite, and the policy names {shares}"
+        )
+        used, counting = 0, []
+        for key, weight, _ in shares:
+            push, has = self._waiting.pop(key)
+            self._subtract(push, weight)
+            if weight:
+                used |= has
+                counting.append((push, weight))
+        if not counting:
+            return Combined(push, used=0, counts=False)
+        result = counting[0][0] if len(counting) == 1 else self._add([push for push, _ in counting])
+        self._combine_buffers(result, counting)
+        return Combined(result, used, counts=True)
+
+    def _subtract(self, push: Arena, weight: float) -> None:
+        for pushed, now in zip(push.padded, self._parameters, strict=False):
+            if pushed.dtype in HALVES:
+                pushed.copy_((pushed.float() - now.float()).mul_(weight))
+            else:
+                pushed.sub_(now).mul_(weight)
+
+    def _add(self, pushes: Sequence[Arena]) -> Arena:
+        if self._sum is None:
+            self._sum = Arena(self._layout)
+        for place in range(len(self._parameters)):
+            total = self._sum.padded[place].zero_()
+            for push in pushes:
+                total.add_(push.padded[place])
+        return self._sum
+
+    def _combine_buffers(self, result: Arena, counting: Sequence[tuple[Arena, float]]) -> None:
+        """Move the buffers toward the mean of those pushed, by the sum of the weights: as a variance, none leaves them.
+
+        A number that all have, such as the infinities of a mask, stays.
+        """
+        sizes = [abs(weight) for _, weight in counting]
+        total = math.fsum(sizes)
+        for place, now in enumerate(self._buffers, len(self._parameters)):
+            parts = [push.padded[place] for push, _ in counting]
+            if not is_continuous(now):
+                result.padded[place].copy_(parts[-1])  # a count, such as BatchNorm's, is that of the last push
+                continue
+            wide = torch.promote_types(now.dtype, torch.float32)
+            mean = torch.zeros_like(now, dtype=wide)
+            for part, size in zip(parts, sizes, strict=True):
+                mean.add_(part.to(wide), alpha=size / total)
+            moved = torch.lerp(now.to(wide), mean, min(1.0, total))
+            result.padded[place].copy_(torch.where(mean == now, mean, moved))
 
 
 def is_continuous(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""State that passes between servers that hold the parameters among them: of optimizers, schedulers, and norms."""
+"""What passes between servers that hold the parameters among them: state of optimizers and schedulers, norms, pairs."""
 
 from __future__ import annotations
 
@@ -30,26 +30,35 @@ def write_state(file: int, train_state: TrainState, layouts: ModelLayouts) -> in
     state = {
         "optimizers": [
             [[number, dict(optimizer.state[each])] for number, each in _numbered(optimizer, layouts)]
-            for optimizer in train_state.optimizers
+            for optimizer in train_state.holders
         ],
-        "groups": [[{**group, "params": None} for group in each.param_groups] for each in train_state.optimizers],
+        "groups": [[{**group, "params": None} for group in each.param_groups] for each in train_state.holders],
         "schedulers": [scheduler.state_dict() for scheduler in train_state.schedulers],
     }
     tree, tensors = pack(state)
     stored = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     text = json.dumps(tree).encode()
     stored["state"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    blob = save(stored)
+    return _put(file, save(stored))
+
+
+def _put(file: int, blob: bytes) -> int:
+    """Put bytes into a server's memory, for the other end; return their number."""
     os.posix_fallocate(file, _PLACE, len(blob))
     with mmap.mmap(file, len(blob), offset=_PLACE) as memory:
         memory[:] = blob
     return len(blob)
 
 
-def _read_state(file: int, length: int) -> dict[str, Any]:
+def _take(file: int, length: int) -> bytes:
     with mmap.mmap(file, length, offset=_PLACE, access=mmap.ACCESS_READ) as memory:
-        tensors = {name: tensor.clone() for name, tensor in load(memory[:]).items()}  # aligned as torch does it
+        blob = memory[:]
     os.ftruncate(file, _PLACE)  # it is not needed any more
+    return blob
+
+
+def _read_state(file: int, length: int) -> dict[str, Any]:
+    tensors = {name: tensor.clone() for name, tensor in load(_take(file, length)).items()}  # aligned as torch does it
     text = tensors.pop("state").numpy().tobytes()
     state: dict[str, Any] = unpack(json.loads(text), tensors)
     return state
@@ -58,7 +67,7 @@ def _read_state(file: int, length: int) -> dict[str, Any]:
 def load_state(file: int, length: int, train_state: TrainState) -> None:
     """Load the state that the first server has written into the memory."""
     found = _read_state(file, length)
-    for optimizer, groups, states in zip(train_state.optimizers, found["groups"], found["optimizers"], strict=True):
+    for optimizer, groups, states in zip(train_state.holders, found["groups"], found["optimizers"], strict=True):
         own = optimizer.state_dict()
         merged = [{**new, "params": old["params"]} for new, old in zip(groups, own["param_groups"], strict=True)]
         optimizer.load_state_dict({"state": dict(states), "param_groups": merged})
@@ -69,7 +78,7 @@ def load_state(file: int, length: int, train_state: TrainState) -> None:
 def collect_state(file: int, length: int, train_state: TrainState) -> None:
     """Add the optimizer state of another server to that of the first, for a checkpoint."""
     found = _read_state(file, length)
-    for optimizer, states in zip(train_state.optimizers, found["optimizers"], strict=True):
+    for optimizer, states in zip(train_state.holders, found["optimizers"], strict=True):
         parameters = parameters_of(optimizer)
         for number, state in states:
             optimizer.state[parameters[number]] = state
@@ -81,7 +90,7 @@ def collect_state(file: int, length: int, train_state: TrainState) -> None:
 def drop_state(train_state: TrainState, layouts: ModelLayouts) -> None:
     """Remove the optimizer state of parameters that are not in a server's part."""
     ours = {id(parameter) for parameter in layouts.parameters}
-    for optimizer in train_state.optimizers:
+    for optimizer in train_state.holders:
         for parameter in parameters_of(optimizer):
             if id(parameter) not in ours:
                 optimizer.state.pop(parameter, None)
@@ -93,6 +102,19 @@ def _numbered(optimizer: Optimizer, layouts: ModelLayouts) -> Iterator[tuple[int
     for number, parameter in enumerate(parameters_of(optimizer)):
         if id(parameter) in ours and parameter in optimizer.state:
             yield number, parameter
+
+
+# Pairs of pushes, which are compared over all servers ----------------------------------------------------------------
+
+
+def write_rows(file: int, rows: Tensor) -> int:
+    """Write the rows of a part, a number for each pair of pushes, into its server's memory; return their length."""
+    return _put(file, rows.numpy().tobytes())
+
+
+def read_rows(file: int, length: int, pairs: int) -> Tensor:
+    """Read the rows that a server has written, for so many pairs."""
+    return torch.frombuffer(bytearray(_take(file, length)), dtype=torch.float64).view(-1, pairs)
 
 
 # Clipping, which needs the norm over all servers ---------------------------------------------------------------------

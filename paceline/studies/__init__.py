@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from paceline.studies.adversaries import AdversariesStudy
+from paceline.studies.batches_or_learners import BatchesOrLearnersStudy
 from paceline.studies.communication import CommunicationStudy
 from paceline.studies.diloco import DiLoCoStudy
+from paceline.studies.easgd import EASGDStudy
+from paceline.studies.effective_batch import EffectiveBatchStudy
 from paceline.studies.local_sgd import LocalSGDStudy
 from paceline.studies.optimizers import OptimizersStudy
 from paceline.studies.scaling import ScalingStudy
 from paceline.studies.sma import SMAStudy
+from paceline.studies.staleness import StalenessStudy
 from paceline.studies.stragglers import StragglersStudy
 from paceline.studies.study import Study, StudyContext, StudyResult
 from paceline.studies.trade_off import TradeOffStudy
@@ -15,12 +20,17 @@ from paceline.studies.warm_up import WarmUpStudy
 
 __all__ = [
     "STUDIES",
+    "AdversariesStudy",
+    "BatchesOrLearnersStudy",
     "CommunicationStudy",
     "DiLoCoStudy",
+    "EASGDStudy",
+    "EffectiveBatchStudy",
     "LocalSGDStudy",
     "OptimizersStudy",
     "SMAStudy",
     "ScalingStudy",
+    "StalenessStudy",
     "StragglersStudy",
     "Study",
     "StudyContext",
@@ -38,8 +48,13 @@ STUDIES: dict[str, type[Study]] = {
         TradeOffStudy,
         WarmUpStudy,
         LocalSGDStudy,
+        EffectiveBatchStudy,
         ScalingStudy,
         SMAStudy,
         DiLoCoStudy,
+        BatchesOrLearnersStudy,
+        StalenessStudy,
+        AdversariesStudy,
+        EASGDStudy,
     )
 }

@@ -10,24 +10,26 @@ from typing import Any
 
 from torch.utils.data import Dataset, TensorDataset
 
+from paceline.attacks import attacked
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError
+from paceline.policies import ServerPolicy, parse_policy
 from paceline.problems import Problem, ProblemOptions, load_problem
-from paceline.report.series import Series
+from paceline.report.series import Axis, Series
 from paceline.schedules import ScheduleConfig
 from paceline.studies.intervals import Interval, interval
 from paceline.studies.outcomes import record_of
-from paceline.studies.study import Study, StudyContext
+from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult
 from paceline.threads import one_thread
 from paceline.training.train import evaluate
-from paceline.virtual.peers import PeersTraining
 from paceline.virtual.plan import Point, TrainingOutcome, TrainingPlan
-from paceline.virtual.simulate import Scenario
+from paceline.virtual.scenario import Scenario, Topology
+from paceline.virtual.training import SimulatedTraining, begin_training
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to train: a policy of peers on so many workers, with a batch, a rate and a schedule."""
+    """One way to train: a policy on so many workers, with a batch, a rate and a schedule."""
 
     name: str  # of the row and the curve
     group: str = ""  # of the panel, where there are several
@@ -39,29 +41,42 @@ class Arm:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     delay: str = "1"
     link: str = "instant"
+    topology: Topology = "ring"  # of collectives
+    attack: str | None = None
+    hostile: int = 0  # workers that attack
     points: int = 1  # evaluations, evenly over the run
     judges: int | None = None  # examples to evaluate on, the first ones of each set; None: all
 
     def steps(self, problem: Problem) -> int:
         """Updates in its epochs."""
         num_samples: int = len(problem.train)  # type: ignore[arg-type]  # a Dataset with a length
-        sampler = ShardedSampler(num_samples, self.batch_size, world_size=self.workers)
+        policy, batches = parse_policy(self.policy), self.workers
+        if isinstance(policy, ServerPolicy):
+            batches = policy.batches_per_commit(self.workers) * policy.local_steps
+        sampler = ShardedSampler(num_samples, self.batch_size, world_size=batches)
         return max(1, round(self.epochs * sampler.steps_per_epoch))
 
-    def begin(self, problem: Problem, seed: int) -> PeersTraining:
+    def begin(self, problem: Problem, seed: int) -> SimulatedTraining:
         """Make its training; the clock stands at 0."""
         if self.judges is not None:
             problem = dataclasses.replace(problem, test=first(problem.test, self.judges))
         plan = TrainingPlan(
-            problem=problem,
+            problem=attacked(problem, self.attack, self.hostile),
             optimizer=self.optimizer,
             batch_size=self.batch_size,
             schedule=self.schedule,
             epochs=self.epochs,
             points=self.points,
         )
-        scenario = Scenario(policy=self.policy, workers=self.workers, delay=self.delay, link=self.link, seed=seed)
-        return PeersTraining(scenario, plan, commits=self.steps(problem))
+        scenario = Scenario(
+            policy=self.policy,
+            workers=self.workers,
+            delay=self.delay,
+            link=self.link,
+            topology=self.topology,
+            seed=seed,
+        )
+        return begin_training(scenario, plan, commits=self.steps(problem))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +154,34 @@ class Trials:
             y=tuple(interval([*map(y, column)]).mean for column in points),
         )
 
+    def result(
+        self,
+        study: Study,
+        seed: int,
+        *,
+        columns: tuple[Column, ...],
+        rows: tuple[tuple[Cell, ...], ...],
+        x_axis: Axis,
+        y_axis: Axis,
+        series: tuple[Series, ...],
+        notes: tuple[str, ...],
+        missing: str | None = None,
+    ) -> StudyResult:
+        """What a study has found by these trials; ``missing`` is what it could not find out, beside an interrupt."""
+        return StudyResult(
+            study=study,
+            seed=seed,
+            columns=columns,
+            rows=rows,
+            x_axis=x_axis,
+            y_axis=y_axis,
+            series=series,
+            notes=notes,
+            records=tuple(trial.as_record() for trial in self.done),
+            missing=self.interrupted_at or missing,
+            interrupted=self.interrupted_at is not None,
+        )
+
 
 def run_arms(arms: Sequence[Arm], problem: Problem, seeds: int, context: StudyContext) -> Trials:
     """Train every arm with every seed, seed after seed; Ctrl-C returns the trials so far.
@@ -174,13 +217,6 @@ def _train(arm: Arm, problem: Problem, seed: int, stop: Sequence[object]) -> Tri
     return Trial(arm=arm, seed=seed, outcome=training.outcome(), train_loss=loss, train_value=value)
 
 
-def check_counts(study: Study, *names: str) -> None:
-    """Raise if one of these options is below 1."""
-    for name in names:
-        if getattr(study, name) < 1:
-            raise UsageError(f"study {study.name!r}: {name} must be at least 1, got {getattr(study, name)}")
-
-
 def note_on(seeds: int) -> str:
     """Say what the intervals and verdicts are made of."""
     return (
@@ -194,14 +230,19 @@ def error(point: Point) -> float:
     return 100 * (1 - point.value)
 
 
-def load_first(name: str, model: str | None, examples: int | None, context: StudyContext) -> Problem:
-    """Load a problem with the first ``examples`` of its training data; None: all."""
-    problem = load_problem(name, ProblemOptions(data=context.data, model=model, seed=context.seed))
+def load_first(name: str, model: str | None, examples: int | None, context: StudyContext, **options: bool) -> Problem:
+    """Load a problem with the first ``examples`` of its training data; None: all. ``options`` are the problem's."""
+    problem = load_problem(name, ProblemOptions(data=context.data, model=model, seed=context.seed, **options))
     return problem if examples is None else dataclasses.replace(problem, train=first(problem.train, examples))
 
 
 def first(dataset: Dataset[Any], examples: int) -> TensorDataset:
     """The first examples of a data set."""
-    if not isinstance(dataset, TensorDataset) or len(dataset) < examples:
-        raise UsageError(f"wanted {examples:,} examples of the data set, which has fewer; ask for fewer, or for all")
+    if not isinstance(dataset, TensorDataset):
+        raise UsageError(f"wanted the first {examples:,} examples of a TensorDataset, found {type(dataset).__name__}")
+    if len(dataset) < examples:
+        raise UsageError(
+            f"wanted {examples:,} examples of a data set that has {len(dataset):,}; give at most as many: --examples "
+            "is for the training data, --judges for the test data"
+        )
     return TensorDataset(*(tensor[:examples] for tensor in dataset.tensors))

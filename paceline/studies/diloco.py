@@ -9,7 +9,8 @@ from paceline.data.sampler import ShardedSampler
 from paceline.problems import Problem
 from paceline.report.series import Axis
 from paceline.schedules import ScheduleConfig
-from paceline.studies.arms import Arm, Trial, Trials, check_counts, load_first, note_on, run_arms
+from paceline.studies.arms import Arm, Trial, Trials, load_first, note_on, run_arms
+from paceline.studies.checks import check_counts, check_positive
 from paceline.studies.intervals import verdict
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 from paceline.virtual.simulate import Scenario, simulate
@@ -46,13 +47,14 @@ class DiLoCoStudy(Study):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "workers", "every", "steps", "batch_size", "seeds")
+        check_positive(self, "rate")
 
     def run(self, context: StudyContext) -> StudyResult:
         problem = load_first(self.problem, self.model, None, context)
         trials = run_arms(self._arms(problem), problem, self.seeds, context)
-        return StudyResult(
-            study=self,
-            seed=context.seed,
+        return trials.result(
+            self,
+            context.seed,
             columns=(
                 Column(name="algorithm"),
                 Column(name="workers"),
@@ -63,13 +65,10 @@ class DiLoCoStudy(Study):
                 Column(name="published perplexity"),
             ),
             rows=tuple(self._row(arm, trials) for arm in trials.arms()),
-            x_axis=Axis(label="virtual seconds"),
+            x_axis=Axis(label="virtual seconds", scale="log"),
             y_axis=Axis(label="test loss"),
             series=tuple(trials.curve(arm, lambda point: point.loss, by_time=True) for arm in trials.arms()),
             notes=(*self._notes(), *self._verdicts(trials)),
-            records=tuple(trial.as_record() for trial in trials.done),
-            missing=trials.interrupted_at,
-            interrupted=trials.interrupted_at is not None,
         )
 
     def _arms(self, problem: Problem) -> list[Arm]:

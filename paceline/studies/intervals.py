@@ -60,3 +60,25 @@ def verdict(claim: str, advantages: Sequence[float], unit: str, *, at_least: flo
     elif found.mean + found.half < at_least:
         word = "does not hold"
     return f"{claim}: {word} (by {found.show(decimals)} {unit}, {len(advantages)} seeds)."
+
+
+def agreement(claim: str, differences: Sequence[float], unit: str, *, within: float, decimals: int = 2) -> str:
+    """Say whether two things are the same, given by how much they differ with each seed.
+
+    They are if the whole interval is within ``within`` of 0, and are not if it lies beyond; else nothing is shown.
+
+    >>> agreement("A is as B", [1.0, -1.2, 0.1], "%", within=5)
+    'A is as B, within 5 %: holds (they differ by -0.03 +- 2.75 %, 3 seeds).'
+    >>> agreement("A is as B", [9.0, 9.2, 9.1], "%", within=5)
+    'A is as B, within 5 %: does not hold (they differ by 9.10 +- 0.25 %, 3 seeds).'
+    """
+    found = interval(differences)
+    claim = f"{claim}, within {within:g} {unit}"
+    if found.half is None:
+        return f"{claim}: one seed shows nothing (they differ by {found.show(decimals)} {unit})."
+    word = "not shown"
+    if abs(found.mean) + found.half < within:
+        word = "holds"
+    elif abs(found.mean) - found.half > within:
+        word = "does not hold"
+    return f"{claim}: {word} (they differ by {found.show(decimals)} {unit}, {len(differences)} seeds)."

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.errors import UsageError
 from paceline.report.series import Axis
 from paceline.schedules import ScheduleConfig
-from paceline.studies.arms import Arm, Measure, Trials, check_counts, error, load_first, note_on, run_arms
+from paceline.studies.arms import Arm, Measure, Trials, error, load_first, note_on, run_arms
+from paceline.studies.checks import check_counts, check_positive
 from paceline.studies.intervals import verdict
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 
@@ -50,15 +49,14 @@ class LocalSGDStudy(Study):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "workers", "batch_size", "epochs", "seeds")
-        if not 0 < self.rate < math.inf:
-            raise UsageError(f"study {self.name!r}: rate must be above 0, got {self.rate:g}")
+        check_positive(self, "rate")
 
     def run(self, context: StudyContext) -> StudyResult:
         problem = load_first(self.problem, self.model, self.examples, context)
         trials = run_arms(self._arms(), problem, self.seeds, context)
-        return StudyResult(
-            study=self,
-            seed=context.seed,
+        return trials.result(
+            self,
+            context.seed,
             columns=(
                 Column(name="algorithm"),
                 Column(name="K"),
@@ -74,9 +72,6 @@ class LocalSGDStudy(Study):
             y_axis=Axis(label="test error (%)"),
             series=tuple(trials.curve(arm, error) for arm in trials.arms()),
             notes=(*self._notes(), *self._verdicts(trials)),
-            records=tuple(trial.as_record() for trial in trials.done),
-            missing=trials.interrupted_at,
-            interrupted=trials.interrupted_at is not None,
         )
 
     def _arms(self) -> list[Arm]:
@@ -122,7 +117,7 @@ class LocalSGDStudy(Study):
         )
 
     def _verdicts(self, trials: Trials) -> list[str]:
-        arms = {arm.name: arm for arm in trials.arms()}
+        arms = {arm.name: arm for arm in self._arms()}
 
         def accuracy_above(name: str, other: str) -> tuple[str, str, str, Measure]:
             return "has a higher test accuracy than", name, other, lambda trial: 100 * trial.last.value
@@ -144,7 +139,7 @@ class LocalSGDStudy(Study):
         return [
             verdict(f"{name} {what} {other}", found, "nats" if "loss" in what else "points")
             for what, name, other, measure in claims
-            if {name, other} <= arms.keys() and (found := trials.differences(arms[name], arms[other], measure))
+            if (found := trials.differences(arms[name], arms[other], measure))
         ]
 
     def _notes(self) -> tuple[str, ...]:

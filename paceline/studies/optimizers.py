@@ -19,6 +19,7 @@ from paceline.problems.models import VECTOR_MODELS
 from paceline.report.series import Axis, Series
 from paceline.seeding import derive_seed, seed_streams
 from paceline.sessions.join import join
+from paceline.studies.checks import check_counts
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 from paceline.threads import one_thread
 from paceline.training.train import evaluate
@@ -65,10 +66,7 @@ class OptimizersStudy(Study):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("steps", "batch_size", "evaluate_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"study {self.name!r}: {name} must be at least 1, got {value}")
+        check_counts(self, "steps", "batch_size", "evaluate_every")
         if not 0 < self.target <= 100:
             raise UsageError(f"study {self.name!r}: target is a percentage above 0, got {self.target:g}")
         _check_names("network", self.networks, VECTOR_MODELS)

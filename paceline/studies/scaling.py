@@ -10,7 +10,8 @@ from paceline.errors import UsageError
 from paceline.problems import Problem
 from paceline.report.series import Axis, Series
 from paceline.schedules import ScheduleConfig
-from paceline.studies.arms import Arm, Trial, Trials, check_counts, load_first, note_on, run_arms
+from paceline.studies.arms import Arm, Trial, Trials, load_first, note_on, run_arms
+from paceline.studies.checks import check_counts, check_different, check_positive
 from paceline.studies.intervals import Interval, verdict
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 
@@ -45,19 +46,17 @@ class ScalingStudy(Study):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "batch_size", "epochs", "seeds")
-        if not self.workers or not self.policies or min(self.workers) < 1:
-            raise UsageError(
-                f"study {self.name!r} needs workers and policies; e.g. --workers 1,4 --policies all-reduce"
-            )
-        if len(set(self.workers)) < len(self.workers) or len(set(self.policies)) < len(self.policies):
-            raise UsageError(f"study {self.name!r}: a policy or a number of workers was named twice")
+        check_positive(self, "rate")
+        check_different(self, "workers", least=1)
+        if not self.policies or len(set(self.policies)) < len(self.policies):
+            raise UsageError(f"study {self.name!r} needs different policies, as in --policies all-reduce,gossip")
 
     def run(self, context: StudyContext) -> StudyResult:
         problem = load_first(self.problem, self.model, self.examples, context)
         trials = run_arms(self._arms(), problem, self.seeds, context)
-        return StudyResult(
-            study=self,
-            seed=context.seed,
+        return trials.result(
+            self,
+            context.seed,
             columns=(
                 Column(name="policy"),
                 Column(name="workers"),
@@ -73,9 +72,7 @@ class ScalingStudy(Study):
             y_axis=Axis(label=f"virtual seconds to {self.target:g}", scale="log"),
             series=tuple(self._series(policy, trials, problem) for policy in self.policies),
             notes=(*self._notes(), *self._verdicts(trials, problem)),
-            records=tuple(trial.as_record() for trial in trials.done),
-            missing=trials.interrupted_at or self._missed(trials, problem),
-            interrupted=trials.interrupted_at is not None,
+            missing=None if trials.interrupted_at else self._missed(trials, problem),
         )
 
     def _arms(self) -> list[Arm]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
+from paceline.attacks import attacked
 from paceline.errors import UsageError, unknown_name
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.quantities import SIZES, read_quantity
@@ -31,7 +32,9 @@ from paceline.virtual.simulate import Scenario
 Depth = Literal["formula", "time"]
 COMMITS = 1000
 SECONDS = 500.0
-OF_A_PROBLEM = ("model", "optimizer", "batch_size", "seconds", "target")
+OF_A_PROBLEM = (
+    "model", "normalise", "xavier", "attack", "hostile", "optimizer", "batch_size", "seconds", "target",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,10 @@ class Simulation(Study):
     notice: float = option(10.0, "Seconds until a failed worker is noticed.")
     problem: str | None = option(None, "Train this with real gradients.")
     model: str | None = option(None, "Another model than the problem's own.")
+    normalise: bool = option(False, "Give images the mean 0 and the deviation 1.")
+    xavier: bool = option(False, "Fill the model's weights by Xavier's rule.")
+    attack: str | None = option(None, "What hostile workers push, such as sign-flip(scale=10).")
+    hostile: int = option(0, "Workers that attack, from worker 0.")
     optimizer: str | None = option(None, "Of the server, or of every peer.  [default: the problem's]")
     batch_size: int | None = option(None, "Of each worker.  [default: the problem's]")
     seconds: float | None = option(None, f"Virtual seconds of every run with a problem.  [default: {SECONDS:g}]")
@@ -74,7 +81,7 @@ class Simulation(Study):
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise UsageError(f"seconds must be above 0 and finite, got {self.seconds:g}")
         for name in OF_A_PROBLEM:
-            if self.problem is None and getattr(self, name) is not None:
+            if self.problem is None and getattr(self, name) != Simulation.__dict__[name]:
                 raise UsageError(
                     f"--{name.replace('_', '-')} is for runs with a problem: name the problem too, as in --problem "
                     "digits (--commits is the length of runs without one)"
@@ -83,6 +90,8 @@ class Simulation(Study):
             raise UsageError(
                 "--commits is for runs without a problem; those with one last for --seconds of virtual time"
             )
+        if self.hostile > min(self.workers):
+            raise UsageError(f"wanted {self.hostile} hostile workers, found {min(self.workers)}; lower --hostile")
         if self.depth == "formula" and self.problem is not None:
             raise UsageError("--depth formula does not train a problem: leave out --depth formula or --problem")
 
@@ -113,8 +122,10 @@ class Simulation(Study):
     def _plan(self, context: StudyContext) -> tuple[Problem | None, TrainingPlan | None]:
         if self.problem is None:
             return None, None
-        options = ProblemOptions(data=context.data, model=self.model, seed=context.seed)
-        problem = load_problem(self.problem, options)
+        options = ProblemOptions(
+            data=context.data, model=self.model, seed=context.seed, normalise=self.normalise, xavier=self.xavier
+        )
+        problem = attacked(load_problem(self.problem, options), self.attack, self.hostile)
         return problem, TrainingPlan(
             problem=problem, optimizer=self.optimizer, batch_size=self.batch_size, points=self.points
         )
@@ -201,11 +212,10 @@ class Simulation(Study):
     def _notes(self, problem: Problem | None) -> tuple[str, ...]:
         notes = [
             "Seconds are those of the virtual clock: drawn compute times, and messages by the link's model. "
-            "Scaling efficiency is the time of an iteration on one worker over the time per commit on all "
-            "(DS-UA 301, lecture 10); it can be above 100 if a commit has fewer pushes than there are workers, and "
-            "under strong scaling. Parallel efficiency is throughput over that of as many workers that never wait. "
-            "Stale is the mean number of commits between read and use. Waits and wasted (cancelled, or too late) "
-            "are shares of the workers' time.",
+            "Scaling efficiency is the time of an iteration on one worker over the time per commit on all; it can be "
+            "above 100 if a commit has fewer pushes than there are workers, and under strong scaling. Parallel "
+            "efficiency is throughput over that of as many workers that never wait. Stale is the mean number of "
+            "commits between read and use. Waits and wasted (cancelled, or too late) are shares of the workers' time.",
             "The formula is the closed form of the time per commit without messages, where one is known; +- is the "
             "standard error of the mean as if commits were independent.",
         ]
@@ -214,4 +224,6 @@ class Simulation(Study):
                 f"{problem.name} with real gradients, each of its worker's own parameters; one process, the same "
                 "bits for the same seed."
             )
+        if self.attack is not None:
+            notes.append(f"Hostile workers, from worker 0: {self.hostile}. Attack: {self.attack}.")
         return tuple(notes)

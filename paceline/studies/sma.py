@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.errors import UsageError
 from paceline.problems import Problem
 from paceline.report.series import Axis
-from paceline.studies.arms import Arm, Trial, Trials, check_counts, error, load_first, note_on, run_arms
+from paceline.studies.arms import Arm, Trial, Trials, error, load_first, note_on, run_arms
+from paceline.studies.checks import check_counts, check_different
 from paceline.studies.intervals import Interval, verdict
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 
@@ -44,17 +44,15 @@ class SMAStudy(Study):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "batch_size", "epochs", "seeds")
-        if not self.learners or min(self.learners) < 2 or len(set(self.learners)) < len(self.learners):
-            raise UsageError(f"study {self.name!r}: learners are different numbers from 2, got {self.learners}")
-        if not self.rates or min(self.rates) <= 0 or len(set(self.rates)) < len(self.rates):
-            raise UsageError(f"study {self.name!r}: rates are different numbers above 0, got {self.rates}")
+        check_different(self, "learners", least=2)
+        check_different(self, "rates")
 
     def run(self, context: StudyContext) -> StudyResult:
         problem = load_first(self.problem, self.model, self.examples, context)
         trials = run_arms([arm for rate in self.rates for arm in self._arms(rate)], problem, self.seeds, context)
-        return StudyResult(
-            study=self,
-            seed=context.seed,
+        return trials.result(
+            self,
+            context.seed,
             columns=(
                 Column(name="algorithm"),
                 Column(name="learners"),
@@ -70,9 +68,6 @@ class SMAStudy(Study):
             y_axis=Axis(label="test error (%)", scale="log"),
             series=tuple(trials.curve(arm, error) for arm in trials.arms()),
             notes=(*self._notes(), *self._verdicts(trials, problem)),
-            records=tuple(trial.as_record() for trial in trials.done),
-            missing=trials.interrupted_at,
-            interrupted=trials.interrupted_at is not None,
         )
 
     def _arms(self, rate: float) -> list[Arm]:

@@ -9,6 +9,7 @@ from paceline.delays.delay import parse_delay
 from paceline.errors import UsageError
 from paceline.report.series import Axis, Series
 from paceline.studies.cases import Runs, run_cases
+from paceline.studies.checks import check_different
 from paceline.studies.outcomes import record_of
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 from paceline.threads import one_thread
@@ -36,10 +37,7 @@ class StragglersStudy(Study):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_delay(self.delay)
-        if not self.workers or min(self.workers) < 2:
-            raise UsageError(f"study {self.name!r}: workers are at least 2, got {self.workers}; e.g. --workers 10,100")
-        if len(set(self.workers)) < len(self.workers):
-            raise UsageError(f"study {self.name!r}: the same number of workers was named twice")
+        check_different(self, "workers", least=2)
         if self.iterations < 2:
             raise UsageError(f"study {self.name!r}: iterations must be at least 2, got {self.iterations}")
         if not 0 < self.backup < 100:

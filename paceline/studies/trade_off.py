@@ -12,6 +12,7 @@ from paceline.errors import UsageError
 from paceline.problems import ProblemOptions, load_problem
 from paceline.report.series import Axis
 from paceline.studies.cases import run_cases
+from paceline.studies.checks import check_positive
 from paceline.studies.outcomes import curve_series, finite, record_of
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 from paceline.threads import one_thread
@@ -45,9 +46,7 @@ class TradeOffStudy(Study):
         super().__post_init__()
         if not self.policies:
             raise UsageError(f"study {self.name!r}: no policy was named; e.g. --policies sync,async")
-        for name in ("seconds", "rate"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"study {self.name!r}: {name} must be above 0 and finite, got {getattr(self, name):g}")
+        check_positive(self, "seconds", "rate")
         if not 0 <= self.weight_decay < math.inf:
             raise UsageError(
                 f"study {self.name!r}: weight decay must be at least 0 and finite, got {self.weight_decay:g}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.errors import UsageError
 from paceline.report.series import Axis
 from paceline.schedules import ScheduleConfig
-from paceline.studies.arms import Arm, Trials, check_counts, error, load_first, note_on, run_arms
+from paceline.studies.arms import Arm, Trials, error, load_first, note_on, run_arms
+from paceline.studies.checks import check_counts, check_different
 from paceline.studies.intervals import verdict
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 
@@ -47,17 +47,14 @@ class WarmUpStudy(Study):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, "batch_size", "workers", "epochs", "seeds")
-        if not self.rates or min(self.rates) <= 0:
-            raise UsageError(f"study {self.name!r}: rates must be above 0, as in --rates 0.02,0.06, got {self.rates}")
-        if len(set(self.rates)) < len(self.rates):
-            raise UsageError(f"study {self.name!r}: a rate was named twice")
+        check_different(self, "rates")
 
     def run(self, context: StudyContext) -> StudyResult:
         problem = load_first(self.problem, self.model, self.examples, context)
         trials = run_arms([arm for rate in self.rates for arm in self._arms(rate)], problem, self.seeds, context)
-        return StudyResult(
-            study=self,
-            seed=context.seed,
+        return trials.result(
+            self,
+            context.seed,
             columns=(
                 Column(name="rate"),
                 Column(name="warm-up"),
@@ -72,9 +69,6 @@ class WarmUpStudy(Study):
             y_axis=Axis(label="test error (%)", scale="log"),
             series=tuple(trials.curve(arm, error) for arm in trials.arms()),
             notes=(*self._notes(), *(note for rate in self.rates for note in self._verdicts(rate, trials))),
-            records=tuple(trial.as_record() for trial in trials.done),
-            missing=trials.interrupted_at,
-            interrupted=trials.interrupted_at is not None,
         )
 
     def _arms(self, rate: float) -> list[Arm]:
@@ -130,6 +124,6 @@ class WarmUpStudy(Study):
             f"{self.problem}, {self.model}, {self.epochs} epochs, SGD with Nesterov momentum 0.9 and weight decay "
             f"0.0001. The large batch is that of k = {self.workers} workers with n = {self.batch_size}, computed by "
             "one worker on the joined batch, which all-reduce equals. The rate is scaled by k; a warm-up begins at the "
-            f"small batch's rate and takes {self.warmup_epochs:g} epochs.",
+            f"small batch's rate. Epochs of the warm-up: {self.warmup_epochs:g}.",
             note_on(self.seeds),
         )

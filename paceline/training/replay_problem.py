@@ -15,12 +15,14 @@ from paceline.data.sampler import ShardedSampler
 from paceline.errors import PacelineError, UsageError
 from paceline.optim import make_optimizer
 from paceline.policies import parse_policy
+from paceline.policies.messages import PushKind
 from paceline.policies.server import ServerPolicy
 from paceline.problems import Problem
 from paceline.record.fingerprints import checksum_of, hash_of, state_tensors
 from paceline.record.trace import Pushed
 from paceline.replay.outcome import Differs, Replayed, ReplayedPush, Tell, gradients_of, same_bits
 from paceline.replay.plan import Plan, RecordedCommit
+from paceline.server.local_steps import make_local_steps
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt
 from paceline.store.layout import Arena, ModelLayouts
@@ -50,9 +52,10 @@ class ProblemReplay:
         self._plan = plan
         policy = parse_policy(config.policy)
         assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
-        self.train_state = _make_train_state(config, problem, policy, workers)
         adds_up = all(commit.weights is None for commit in plan.commits)
         rule = replace(CommitRule.of(policy), adds_up=adds_up)
+        self.train_state = rule.remembering(_make_train_state(config, problem, policy, workers))
+        self._exchanges = rule.kind is PushKind.PARAMETERS
         self._layouts = ModelLayouts(self.train_state.model, with_reads=rule.with_reads)
         memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
         adopt(self._layouts, memory)
@@ -61,13 +64,9 @@ class ProblemReplay:
         sampler = training_sampler(config, problem, 1)
         batches = NumberedBatches(problem.train, ShardedSampler(sampler.num_samples, sampler.batch_size, seed=seed))
         _check_data(plan, batches)
-        self._worker = ReplayWorker(
-            config,
-            problem,
-            batches,
-            train_state=_make_train_state(config, problem, policy, workers),
-            rule=rule,
-        )
+        own = _make_train_state(config, problem, policy, workers)
+        local = make_local_steps(policy.kind, own, momentum=policy.local_momentum)
+        self._worker = ReplayWorker(config, problem, batches, model=own.model, local=local, rule=rule)
         self._computed_from = plan.computed_from()
         self._waiting: dict[Pushed, ComputedPush] = {}  # for their commits
         self._free: list[Arena] = []  # memory to be used again
@@ -131,10 +130,20 @@ class ProblemReplay:
         self._free += [push.gradients for push in self._committed]
         self._committed = [self._waiting.pop(push.told) for push in commit.pushes]
         keys = [PushKey(push.recorded.told.rank, push.recorded.told.step) for push in self._committed]
-        for key, push in zip(keys, self._committed, strict=True):
-            self._store.take(key, push.gradients, examples=push.recorded.told.examples, used=push.filled.used)
-        self._store.commit(None if commit.weights is None else [*map(Share, keys, commit.weights)])
+        arenas = [self._copied(push.gradients) if self._exchanges else push.gradients for push in self._committed]
+        for key, push, arena in zip(keys, self._committed, arenas, strict=True):
+            self._store.take(key, arena, examples=push.recorded.told.examples, used=push.filled.used)
+        self._store.commit(None if commit.weights is None else [*map(Share, keys, commit.weights, commit.groups)])
+        for push, arena in zip(self._committed, arenas, strict=True):
+            self._worker.answer(push.recorded, arena)
+        self._free += arenas if self._exchanges else []
         self.version = commit.version
+
+    def _copied(self, push: Arena) -> Arena:
+        """A copy of a push that a commit changes: ``last_pushes`` has it as it was pushed."""
+        arena = self._free.pop() if self._free else Arena(self._layouts.up)
+        arena.memory.copy_(push.memory)
+        return arena
 
     def _compare_hashes(self) -> None:
         for digest in self._plan.hashes.get(self.version, ()):

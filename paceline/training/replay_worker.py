@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.data.numbered import NumberedBatches
-from paceline.policies.messages import PushKind
 from paceline.problems import Problem
 from paceline.replay.plan import RecordedPush
 from paceline.seeding import derive_seed, seed_streams
 from paceline.server.local_steps import LocalSteps
+from paceline.server.part_sum import PartSum
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import Filled, fill_push, read_parameters
 from paceline.store.layout import Arena, ModelLayouts
-from paceline.train_state import TrainState
 from paceline.training.train import TrainConfig, loss_of
 
 
@@ -39,12 +38,13 @@ class ReplayWorker:
         problem: Problem,
         batches: NumberedBatches,
         *,
-        train_state: TrainState,
+        model: nn.Module,
+        local: LocalSteps | None,
         rule: CommitRule,
     ) -> None:
         self._config, self._problem, self._batches = config, problem, batches
-        self._model = train_state.model
-        self._local = LocalSteps(train_state) if rule.kind is PushKind.DIFFERENCE else None
+        self._model, self._local = model, local
+        self._parts = PartSum(model) if rule.coded else None
         self._joined: dict[int, int] = {}  # by rank: how often it had joined before its last step
         self._layouts = ModelLayouts(self._model, with_reads=rule.with_reads)
         self._device = next(self._model.parameters()).device
@@ -61,28 +61,44 @@ class ReplayWorker:
         self._model.zero_grad()
         loss = 0.0
         for block, batch in enumerate(push.batches):
-            data, _ = self._batches.fetch(*batch)
-            seed_streams(derive_seed(self._batches.sampler.seed, rank, "step", push.told.step, block))
-            loss = self._add_gradients(data)
+            data, _ = self._batches.fetch(batch.epoch, batch.number)
             if self._local is not None:
-                self._local.step(push.told.version)
+                self._local.begin(push.told.version)
+            seed = self._batches.sampler.seed
+            if self._parts is None:
+                seed_streams(derive_seed(seed, rank, "step", push.told.step, block))
+            else:
+                seed_streams(derive_seed(seed, "part", batch.epoch, batch.number))
+            loss = self._add_gradients(data, rank)
+            if self._parts is not None:
+                self._parts.add(batch.weight)
+            if self._local is not None:
+                self._local.step()
                 self._model.zero_grad()
         if self._local is not None:
             self._local.end()
+        if self._parts is not None:
+            self._parts.end()
         self._buffers[rank] = [buffer.detach().clone() for buffer in self._layouts.buffers]
         return ComputedPush(push, loss, arena, fill_push(self._layouts, arena))
 
+    def answer(self, push: RecordedPush, committed: Arena) -> None:
+        """Give the worker of a push what has become of it in its commit."""
+        if self._local is not None:
+            self._local.become(push.told.rank)
+            self._local.answered(committed.views[: len(self._layouts.trained)])
+
     def _begin_local_steps(self, local: LocalSteps, push: RecordedPush) -> None:
-        """Have what the optimizer of the push's worker remembers, which is nothing after it has joined."""
+        """Have what the push's worker remembers, which is nothing after it has joined."""
         rank = push.told.rank
         local.become(rank)
         if self._joined.get(rank) != push.joined:
             local.forget()
         self._joined[rank] = push.joined
 
-    def _add_gradients(self, data: list[Tensor]) -> float:
+    def _add_gradients(self, data: list[Tensor], rank: int) -> float:
         inputs, targets = (tensor.to(self._device) for tensor in data)
-        loss = loss_of(self._config, self._problem, self._model, inputs, targets)
+        loss = loss_of(self._config, self._problem, self._model, inputs, targets, worker=rank)
         torch.autograd.backward(loss)
         return float(loss.detach())
 

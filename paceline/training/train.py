@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from paceline.aggregators import aggregator_of
+from paceline.attacks import attacked
 from paceline.data.feed import DatasetFeed, Fetched
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError, check_whole, unknown_name
@@ -42,6 +43,10 @@ class TrainConfig:
     problem: str = "digits"
     model: str | None = None
     data: str | None = None
+    normalise: bool = False  # images to mean 0 and deviation 1 of the training data
+    xavier: bool = False  # weights filled by Xavier's rule
+    attack: str | None = None
+    hostile: int = 0  # workers that attack, from worker 0
     policy: str = "all-reduce"
     optimizer: str | None = None
     batch_size: int | None = None  # of each worker
@@ -135,6 +140,8 @@ def train(
 def check_config(config: TrainConfig, problem: Problem, workers: int = 1, servers: int = 1) -> None:
     """Raise the errors that ``train`` would raise before its first step, without making a run."""
     policy = parse_policy(config.policy)
+    if config.hostile > workers:
+        raise UsageError(f"wanted {config.hostile} hostile workers, found {workers} workers; lower --hostile")
     if isinstance(policy, ServerPolicy):
         policy.begin(workers)
         aggregator_of(policy, workers)
@@ -157,7 +164,10 @@ def training_sampler(config: TrainConfig, problem: Problem, workers: int) -> Sha
 def load_config_problem(config: TrainConfig) -> Problem:
     """Load the problem that a configuration names."""
     data = Path(config.data) if config.data is not None else None
-    return load_problem(config.problem, ProblemOptions(data=data, model=config.model, seed=config.seed))
+    options = ProblemOptions(
+        data=data, model=config.model, seed=config.seed, normalise=config.normalise, xavier=config.xavier
+    )
+    return attacked(load_problem(config.problem, options), config.attack, config.hostile)
 
 
 def make_model(config: TrainConfig, problem: Problem) -> nn.Module:
@@ -169,8 +179,8 @@ def make_model(config: TrainConfig, problem: Problem) -> nn.Module:
 
 def server_pace(config: TrainConfig, problem: Problem, policy: ServerPolicy, workers: int) -> tuple[int, int]:
     """The expected updates per epoch with a server, and the batches whose mean an update takes."""
-    pushes = policy.pushes_per_commit(workers)
-    return -(-training_sampler(config, problem, 1).steps_per_epoch // (pushes * policy.local_steps)), pushes
+    batches = policy.batches_per_commit(workers)
+    return -(-training_sampler(config, problem, 1).steps_per_epoch // (batches * policy.local_steps)), batches
 
 
 def build_scheduler(
@@ -186,10 +196,12 @@ def build_scheduler(
     )
 
 
-def loss_of(config: TrainConfig, problem: Problem, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss of a batch, which must be on the model's device."""
+def loss_of(
+    config: TrainConfig, problem: Problem, model: nn.Module, inputs: Tensor, targets: Tensor, *, worker: int
+) -> Tensor:
+    """The loss of a batch, which must be on the model's device, as this worker computes it."""
     with _autocast(config, inputs.device):
-        return problem.loss(model(inputs), targets)
+        return problem.batch_loss(model, inputs, targets, worker=worker)
 
 
 def _autocast(config: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -333,21 +345,21 @@ class _Training:
     def _step(self, session: Session, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Make one step and return its loss; None if it was cancelled."""
         if self.needs_closure:
-            return session.minimize(lambda: self._backward(inputs, targets))
+            return session.minimize(lambda: self._backward(session, inputs, targets))
         loss: Tensor | None = None
         with session.step() as step:
-            loss = self._loss(inputs, targets)
+            loss = self._loss(session, inputs, targets)
             step.record(loss=loss)  # before backward: then it is sent with the gradients
             torch.autograd.backward(loss)
         return None if step.cancelled or loss is None else loss.detach()
 
-    def _backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = self._loss(inputs, targets)
+    def _backward(self, session: Session, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self._loss(session, inputs, targets)
         torch.autograd.backward(loss)
         return loss.detach()
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return loss_of(self.config, self.problem, self.model, inputs, targets)
+    def _loss(self, session: Session, inputs: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(self.config, self.problem, self.model, inputs, targets, worker=session.rank)
 
     def _evaluation(self, session: Session) -> tuple[float, float]:
         """Evaluate the parameters, averaged if replicas differ, unless this step is already evaluated."""

@@ -53,10 +53,11 @@ class Peer:
         self.since = time.monotonic()
         self.process: int | None = None  # a descriptor of the process that is watched
 
-    def send(self, message: Message, tensors: memoryview | None = None) -> None:
+    def send(self, message: Message, tensors: memoryview | Pieces | None = None) -> None:
         """Send a message; what the socket does not take waits. Nothing is raised if the peer is gone."""
         overtakes = isinstance(message, Parameters) or (isinstance(message, Go) and message.fresh)
-        self.connection.send(encode(message), None if tensors is None else Pieces(tensors), overtakes=overtakes)
+        pieces = Pieces(tensors) if isinstance(tensors, memoryview) else tensors
+        self.connection.send(encode(message), pieces, overtakes=overtakes)
         if self.connection.waits:
             self._listener.wait_to_send(self)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 Count: TypeAlias = Annotated[int, "0 to 2^64-1"]
-Kind: TypeAlias = Literal["gradient", "difference"]  # of pushes, as ``policies.messages.PushKind``
+Kind: TypeAlias = Literal["gradient", "difference", "parameters"]  # of pushes, as ``policies.messages.PushKind``
 
 
 class Described(NamedTuple):
@@ -122,6 +122,8 @@ class Welcome(NamedTuple):
     with_reads: bool = False  # a push has also the parameters that it was computed from
     kind: Kind = "gradient"
     local_steps: Count = 1  # before a push
+    coded: bool = False  # a step is some parts of a round, whose gradients are added up by weights
+    local_momentum: float = 0.0  # of these steps
 
 
 class Go(NamedTuple):
@@ -134,6 +136,9 @@ class Go(NamedTuple):
     batch: int  # -1: none
     ask: Count  # the number of the Ask that it answers
     doomed: bool = False  # to be cancelled as soon as it computes anything: in a replay, as it was then
+    more: Count = 0  # batches that are to be asked for before the push
+    weight: float = 1.0  # of the batch, in a sum
+    exchanged: int = -1  # the step of the push of which what was added comes in place of the trained parameters
 
 
 class BatchMessage(NamedTuple):
@@ -142,6 +147,7 @@ class BatchMessage(NamedTuple):
     step: Count
     epoch: int
     batch: int
+    weight: float = 1.0  # of the batch, in a sum
 
 
 class Finished(NamedTuple):
@@ -209,6 +215,7 @@ class Parameters(NamedTuple):
     """Server: its part of the parameters."""
 
     version: Count
+    exchanged: bool = False  # what was added for the worker's push comes in their place
 
 
 # Orders of the first server to each of the others, numbered, done one after the other and answered by Done.
@@ -248,12 +255,18 @@ class Take(NamedTuple):
 
 
 class Choose(NamedTuple):
-    """The next commit is of this part, and of the others that are chosen, each with its weight."""
+    """The next Compare or Ready is of this part, and of the others that are chosen, each with its weight."""
 
     number: Count
     rank: Count
     step: Count
     weight: float
+
+
+class Compare(NamedTuple):
+    """Compare the chosen parts in pairs, and put the numbers into the memory."""
+
+    number: Count
 
 
 class Ready(NamedTuple):
@@ -286,6 +299,7 @@ class Give(NamedTuple):
     number: Count
     rank: Count
     version: Count
+    exchanged: bool  # or what was added for its last push, in their place
 
 
 class Tell(NamedTuple):
@@ -315,7 +329,7 @@ Message: TypeAlias = (
     Hello | Data | Ask | PushMessage | Skip | More | Mean | Save | Record | Alive | Leave
     | Welcome | Go | BatchMessage | Finished | Averaged | Saved | Warned | Unknown | Refused | Over
     | Attach | Part | Took | Parameters
-    | Begin | Examine | Take | Choose | Ready | Update | Decided | Give | Tell | End | Done
+    | Begin | Examine | Take | Choose | Compare | Ready | Update | Decided | Give | Tell | End | Done
 )  # fmt: skip
 
 KINDS: dict[int, type[Message]] = {
@@ -355,4 +369,5 @@ KINDS: dict[int, type[Message]] = {
     88: Done,
     89: Decided,
     90: Choose,
+    91: Compare,
 }

@@ -24,6 +24,7 @@ from paceline.transport.messages import (
     Ask,
     BatchMessage,
     Choose,
+    Compare,
     Count,
     Decided,
     Described,
@@ -198,5 +199,5 @@ def _named(kind: Any) -> str:
 
 _DESCRIBED = list(get_type_hints(Described, include_extras=True).values())
 _PACKED: set[type[Message]] = {Ask, PushMessage, Skip, More, Go, BatchMessage}
-_PACKED |= {Part, Took, Parameters, Examine, Take, Choose, Ready, Update, Decided, Give, Done}
+_PACKED |= {Part, Took, Parameters, Examine, Take, Choose, Compare, Ready, Update, Decided, Give, Done}
 _FORMS = {kind: _Packed(kind) if kind in _PACKED else _Text(kind) for kind in KINDS.values()}

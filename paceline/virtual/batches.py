@@ -32,6 +32,11 @@ class BatchQueue:
         """Let the batch be handed out again."""
         heapq.heappush(self._returned, number)
 
+    def examples(self, number: int) -> int:
+        """The number of examples of a batch."""
+        sampler = self._batches.sampler
+        return min(sampler.batch_size, sampler.num_samples - number % sampler.steps_per_epoch * sampler.batch_size)
+
     def fetch(self, number: int) -> tuple[Tensor, Tensor]:
         """Read a batch: its inputs and targets."""
         (inputs, targets), _ = self._batches.fetch(*divmod(number, self._batches.sampler.steps_per_epoch))

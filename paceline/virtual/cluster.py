@@ -15,7 +15,18 @@ import numpy as np
 from paceline.delays.delay import Changed, Delay
 from paceline.errors import UsageError
 from paceline.policies import Policy, ServerPolicy
-from paceline.policies.messages import Actions, Cancel, Commit, Continue, Drop, Push, Send, pushes_of
+from paceline.policies.messages import (
+    EXAMPLES,
+    Actions,
+    Cancel,
+    Commit,
+    Continue,
+    Drop,
+    Push,
+    Send,
+    Work,
+    pushes_of,
+)
 from paceline.seeding import derive_seed
 from paceline.virtual.agenda import Agenda, Event, Numbers, StepEnds, Times
 from paceline.virtual.network import Instant, Network
@@ -27,8 +38,11 @@ _DRAWN_AT_ONCE = 1024
 class Workload(Protocol):
     """The computation of virtual workers, for simulations with real gradients."""
 
-    def begin(self, workers: Sequence[int], version: int | None) -> None:
-        """The workers begin a step on the newest parameters, of that version; None: on those they already have."""
+    def begin(self, workers: Sequence[int], version: int | None, work: Sequence[Work] = ()) -> None:
+        """The workers begin a step on the newest parameters, of that version; None: on those they already have.
+
+        ``work`` is that of each worker, if the policy has rounds of parts.
+        """
         ...
 
     def end(self, worker: int, step: int) -> tuple[float, int]:
@@ -39,8 +53,8 @@ class Workload(Protocol):
         """The workers' steps are cancelled."""
         ...
 
-    def commit(self, pushes: Sequence[Push], weights: Sequence[float], at: float) -> None:
-        """Update the parameters with these pushes."""
+    def commit(self, commit: Commit, at: float) -> int:
+        """Update the parameters; return how many examples are in the commit."""
         ...
 
     def drop(self, push: Push) -> None:
@@ -77,6 +91,7 @@ class Cluster:
         delay.check_workers(workers)
         self.examples, self._notice = examples, notice  # of a mini-batch
         self._push_examples = examples * policy.local_steps
+        self._round_parts = 0  # of the present round, if the policy has such
         self._random = np.random.Generator(np.random.PCG64(derive_seed(seed, "delays")))
         self._agenda = Agenda(workers)
         self._events: Iterator[Event] = iter(self._agenda)
@@ -168,12 +183,9 @@ class Cluster:
     def _carry_out(self, actions: Actions, at: float) -> None:
         for action in actions:
             if isinstance(action, Commit):
-                self.tally.commit(action.pushes, self.version, at)
-                self.version += 1
-                if self._work is not None:
-                    self._work.commit(action.pushes, action.weights, at)
+                self._commit(action, at)
             elif isinstance(action, Send):
-                self._send(action.workers, action.step, at)
+                self._send(action, at)
             elif isinstance(action, Continue):
                 self._continue(action.worker, action.step, at)
             elif isinstance(action, Cancel):
@@ -183,25 +195,41 @@ class Cluster:
                 if self._work is not None:
                     self._work.drop(action.push)
 
-    def _send(self, workers: tuple[int, ...], step: int, at: float) -> None:
+    def _commit(self, commit: Commit, at: float) -> None:
+        before, self.version = self.version, self.version + 1
         if self._work is not None:
-            self._work.begin(workers, self.version)
-        begin = self.network.send(at, len(workers))
-        if len(workers) == 1:
-            self._begin_one(workers[0], step, float(begin[0]), self.version)
+            examples = self._work.commit(commit, at)
+        elif self._policy.coded:
+            examples = self._round_parts * self.examples
         else:
-            self._begin(np.fromiter(workers, np.int64, len(workers)), step, begin)
+            examples = sum(map(EXAMPLES, commit.pushes))
+        self.tally.commit(commit.pushes, examples, before, at)
+
+    def _send(self, send: Send, at: float) -> None:
+        workers, step, work = send
+        if self._work is not None:
+            self._work.begin(workers, self.version, work)
+        begin = self.network.send(at, len(workers))
+        batches: int | Numbers = self._policy.local_steps
+        if work:
+            self._round_parts = work[0].num_parts
+            batches = np.fromiter((len(each.parts) for each in work), np.int64, len(work))
+        if len(workers) == 1:
+            self._begin_one(workers[0], step, float(begin[0]), self.version, batches=int(np.max(batches)))
+        else:
+            self._begin(np.fromiter(workers, np.int64, len(workers)), step, begin, batches)
 
     def _continue(self, worker: int, step: int, at: float) -> None:
         if self._work is not None:
             self._work.begin((worker,), None)
-        self._begin_one(worker, step, at, int(self._versions[worker]))
+        self._begin_one(worker, step, at, int(self._versions[worker]), batches=self._policy.local_steps)
 
-    def _begin(self, workers: Numbers, step: int, begin: Times) -> None:
-        """Begin the workers' step on the newest parameters, each at its own time."""
+    def _begin(self, workers: Numbers, step: int, begin: Times, batches: int | Numbers) -> None:
+        """Begin the workers' step on the newest parameters, each at its own time and with so many batches."""
         ends = begin
-        for _ in range(self._policy.local_steps):
-            ends = ends + self._delay.sample(self._random, workers, ends)
+        for batch in range(int(np.max(batches))):
+            longer = ends + self._delay.sample(self._random, workers, ends)
+            ends = longer if isinstance(batches, int) else np.where(batches > batch, longer, ends)
         self._versions[workers] = self.version
         self._began[workers] = begin
         self._ends[workers] = ends
@@ -214,10 +242,10 @@ class Cluster:
         if len(workers):
             self._agenda.begin(ends, workers, step, self.version)
 
-    def _begin_one(self, worker: int, step: int, begin: float, version: int) -> None:
+    def _begin_one(self, worker: int, step: int, begin: float, version: int, *, batches: int) -> None:
         """The same for one worker, without the cost of arrays."""
         end = begin
-        for _ in range(self._policy.local_steps):
+        for _ in range(batches):
             end += self._draw_one(worker, end)
         self._versions[worker] = version
         self._began[worker] = begin

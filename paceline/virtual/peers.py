@@ -108,7 +108,7 @@ class PeersTraining(PeersClock):
         self, session: Session, model: nn.Module, inputs: Tensor, targets: Tensor, backward: _BackwardClock
     ) -> None:
         with session.step() as step:
-            loss = self._plan.problem.loss(model(inputs), targets)
+            loss = self._plan.problem.batch_loss(model, inputs, targets, worker=session.rank)
             step.record(loss=loss)
             torch.autograd.backward(loss)
             backward.end()

@@ -190,7 +190,7 @@ class Scenario:
 
     def _pushed_bytes(self, policy: ServerPolicy) -> float:
         """The size of a push; raise if the policy's aggregator cannot be."""
-        if policy.aggregator == "mean":  # then torch need not be imported
+        if policy.combined_by == "mean":  # then torch need not be imported
             return self.nbytes
         from paceline.aggregators import Needs, aggregator_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from paceline.policies.messages import EXAMPLES, VERSION, Push
+from paceline.policies.messages import VERSION, Push
 
 
 @dataclass
@@ -21,10 +21,10 @@ class Tally:
     cancelled: int = 0
     dropped: int = 0
 
-    def commit(self, pushes: tuple[Push, ...], version: int, at: float) -> None:
+    def commit(self, pushes: tuple[Push, ...], examples: int, version: int, at: float) -> None:
         """Count one commit on parameters of that version."""
         self.pushes += len(pushes)
-        self.examples += sum(map(EXAMPLES, pushes))
+        self.examples += examples
         for read, count in Counter(map(VERSION, pushes)).items():
             self.staleness[version - read] += count
         self.commit_times.append(at)  # last: an interrupted run is summarized too, and counts commits by this list

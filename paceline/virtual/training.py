@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.policies import ServerPolicy
-from paceline.policies.messages import Push, PushKind
+from paceline.policies.messages import Commit, Push, Work
 from paceline.seeding import derive_seed, seed_streams
-from paceline.server.local_steps import LocalSteps
+from paceline.server.local_steps import make_local_steps
+from paceline.server.part_sum import PartSum
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, fill_push, read_parameters
 from paceline.store.layout import Arena, ModelLayouts
 from paceline.store.parameter_store import ParameterStore
-from paceline.store.pending import PushKey, Share
+from paceline.store.pending import PushKey, shares_of
 from paceline.train_state import TrainState
 from paceline.virtual.batches import BatchQueue
 from paceline.virtual.peers import PeersTraining
@@ -36,7 +37,9 @@ class GradientWork:
     dropped ones go back into the queue. Module buffers, such as BatchNorm's, travel with parameters and gradients.
     """
 
-    def __init__(self, plan: TrainingPlan, scenario: Scenario, policy: ServerPolicy, curve: Curve) -> None:
+    def __init__(
+        self, plan: TrainingPlan, scenario: Scenario, policy: ServerPolicy, curve: Curve, *, by_commits: bool = False
+    ) -> None:
         rule = CommitRule.of(policy)
         self._problem, self._seed, self.curve = plan.problem, scenario.seed, curve
         seed_streams(derive_seed(scenario.seed, "model"))
@@ -44,7 +47,7 @@ class GradientWork:
         made = make_optimizer(plan.optimizer or plan.problem.recipe.optimizer, self.model.parameters())
         if isinstance(made, torch.optim.LBFGS):
             raise UsageError("LBFGS evaluates a loss several times in a step, and a server has only gradients; use sgd")
-        scheduler = plan.make_scheduler(made, policy.pushes_per_commit(scenario.workers))
+        scheduler = plan.make_scheduler(made, policy.batches_per_commit(scenario.workers))
         self._replica = copy.deepcopy(self.model)
         self._layouts, self._replicas = (
             ModelLayouts(model, with_reads=rule.with_reads) for model in (self.model, self._replica)
@@ -53,33 +56,49 @@ class GradientWork:
         adopt(self._layouts, self._memory)
         schedulers = () if scheduler is None else (scheduler,)
         train_state = TrainState(model=self.model, optimizers=[made], schedulers=schedulers)
-        self._store = ParameterStore(train_state, self._layouts, self._memory, rule)
-        self._local: LocalSteps | None = None
-        if rule.kind is PushKind.DIFFERENCE:
-            if schedulers:
-                raise UsageError(f"under {policy} workers make their own steps, for which no schedule is simulated")
-            own = make_optimizer(plan.optimizer or plan.problem.recipe.optimizer, self._replica.parameters())
-            self._local = LocalSteps(TrainState(model=self._replica, optimizers=[own]))
+        self._store = ParameterStore(rule.remembering(train_state), self._layouts, self._memory, rule)
+        own = make_optimizer(plan.optimizer or plan.problem.recipe.optimizer, self._replica.parameters())
+        self._local = make_local_steps(
+            rule.kind, TrainState(model=self._replica, optimizers=[own]), momentum=policy.local_momentum
+        )
+        if self._local is not None and schedulers:
+            raise UsageError(f"under {policy} workers make their own steps, for which no schedule is simulated")
+        self._parts = PartSum(self._replica) if rule.coded else None
         self._newest = self._memory.clone()
         self._loaded: Tensor | None = self._newest  # what the replica has
         self._queue = BatchQueue(plan.problem.train, plan.batch, scenario.seed)
         self._reads: list[Tensor] = [self._newest] * scenario.workers  # parameters and buffers, as bytes
         self._local_steps = policy.local_steps
         self._batches: list[list[int]] = [[] for _ in range(scenario.workers)]  # of each worker's step
+        self._weights: list[list[float]] = [[] for _ in range(scenario.workers)]  # of these, in a sum
+        self._round, self._round_batches = 0, list[int]()
         self._done: dict[PushKey, tuple[Arena, bytes, list[int]]] = {}  # push, which parameters it has, batches
         self._free: list[Arena] = []
-        self._commits = 0
+        self._commits, self._committed_at = 0, 0.0
+        self._by_commits = by_commits  # the curve's times are counted in commits
 
     @property
     def nbytes(self) -> int:
         """The size of the trained parameters."""
         return sum(parameter.nbytes for parameter in self._layouts.trained)
 
-    def begin(self, workers: Sequence[int], version: int | None) -> None:
+    def begin(self, workers: Sequence[int], version: int | None, work: Sequence[Work] = ()) -> None:
         for worker in workers:
-            self._batches[worker] = [self._queue.take() for _ in range(self._local_steps)]
             if version is not None:
                 self._reads[worker] = self._newest
+            if not work:
+                self._batches[worker] = [self._queue.take() for _ in range(self._local_steps)]
+        for worker, its in zip(workers, work, strict=False):
+            if self._round != its.round:
+                self._round, self._round_batches = its.round, [self._queue.take() for _ in range(its.num_parts)]
+            self._batches[worker] = [self._round_batches[part] for part, _ in its.parts]
+            self._weights[worker] = [
+                coefficient * self._queue.examples(self._round_batches[part]) / self._examples_of_round()
+                for part, coefficient in its.parts
+            ]
+
+    def _examples_of_round(self) -> int:
+        return sum(map(self._queue.examples, self._round_batches))
 
     def cancel(self, workers: Sequence[int]) -> None:
         for worker in workers:
@@ -92,11 +111,17 @@ class GradientWork:
         if self._local is not None:
             self._local.become(worker)
         batches, examples, loss = self._batches[worker], 0, 0.0
-        for number in batches:
-            loss, count = self._compute(number)
-            examples += count
+        for block, number in enumerate(batches):
             if self._local is not None:
-                self._local.step(version=0)  # there are no schedules here
+                self._local.begin(version=0)  # there are no schedules here
+            loss, count = self._compute(worker, number)
+            examples += count
+            if self._parts is not None:
+                self._parts.add(self._weights[worker][block])
+            if self._local is not None:
+                self._local.step()
+        if self._parts is not None:
+            self._parts.end()
         if self._replicas.buffers:
             self._keep_buffers(worker)
         if self._local is not None:
@@ -106,13 +131,13 @@ class GradientWork:
         self._done[PushKey(worker, step)] = arena, fill_push(self._replicas, arena).used, batches
         return loss, examples
 
-    def _compute(self, number: int) -> tuple[float, int]:
-        """Have the gradients of a batch in the replica; give its loss and number of examples."""
+    def _compute(self, worker: int, number: int) -> tuple[float, int]:
+        """Have a worker's gradients of a batch in the replica; give its loss and number of examples."""
         inputs, targets = self._queue.fetch(number)
         seed_streams(derive_seed(self._seed, "batch", number))
         for parameter in self._replicas.trained:
             parameter.grad = None
-        loss = self._problem.loss(self._replica(inputs), targets)
+        loss = self._problem.batch_loss(self._replica, inputs, targets, worker=worker)
         torch.autograd.backward(loss)
         return float(loss.detach()), len(inputs)
 
@@ -127,25 +152,43 @@ class GradientWork:
         arena, _, batches = self._done.pop(PushKey(push.worker, push.step))
         self._free.append(arena)
         self._give_back(batches)
+        self._answer(push.worker, None)
 
     def _give_back(self, batches: Sequence[int]) -> None:
-        for number in batches:
+        for number in batches if self._parts is None else ():  # batches of a round stay with it
             self._queue.give_back(number)
 
-    def commit(self, pushes: Sequence[Push], weights: Sequence[float], at: float) -> None:
-        self.look(at)
-        keys = [PushKey(push.worker, push.step) for push in pushes]
-        for key, push in zip(keys, pushes, strict=True):
-            arena, used, _ = self._done.pop(key)
-            self._store.take(key, arena, examples=push.examples, used=used)
-            self._free.append(arena)
-        self._store.commit([*map(Share, keys, weights)])
+    def commit(self, commit: Commit, at: float) -> int:
+        self.look(self._commits + 1 if self._by_commits else at)
+        self._committed_at = at
+        shares = shares_of(commit)
+        arenas = []
+        for share, push in zip(shares, commit.pushes, strict=True):
+            arena, used, _ = self._done.pop(share.push)
+            self._store.take(share.push, arena, examples=push.examples, used=used)
+            arenas.append(arena)
+        counts = self._store.commit(shares)
+        for push, arena in zip(commit.pushes, arenas, strict=True):
+            self._answer(push.worker, arena)
+        self._free += arenas
         self._newest = self._memory.clone()
         self._commits += 1
+        if self._parts is None:
+            return sum(push.examples for push in commit.pushes)
+        if not counts:
+            for number in self._round_batches:
+                self._queue.give_back(number)
+        return self._examples_of_round() if counts else 0
 
-    def look(self, at: float) -> None:
-        """Evaluate the parameters for all evaluation times before ``at`` that are not done yet."""
-        self.curve.look(self.model, self._commits, at)
+    def _answer(self, worker: int, push: Arena | None) -> None:
+        """Give a worker what has become of its push in a commit; None: it was dropped."""
+        if self._local is not None:
+            self._local.become(worker)
+            self._local.answered(None if push is None else push.views[: len(self._layouts.trained)])
+
+    def look(self, before: float) -> None:
+        """Evaluate the parameters for all evaluation times before this one that are not done yet."""
+        self.curve.look(self.model, self._commits, before, self._committed_at if self._by_commits else None)
 
 
 class SimulatedTraining(Protocol):
@@ -173,9 +216,18 @@ class SimulatedTraining(Protocol):
 class ServerTraining:
     """A training plan under a policy of a server."""
 
-    def __init__(self, scenario: Scenario, plan: TrainingPlan, policy: ServerPolicy, *, seconds: float) -> None:
-        self._scenario, self._seconds = scenario, seconds
-        self._work = GradientWork(plan, scenario, policy, Curve(plan.problem, plan.times(seconds)))
+    def __init__(
+        self,
+        scenario: Scenario,
+        plan: TrainingPlan,
+        policy: ServerPolicy,
+        *,
+        commits: int | None = None,
+        seconds: float = math.inf,
+    ) -> None:
+        self._scenario, self._commits, self._seconds = scenario, commits, seconds
+        curve = Curve(plan.problem, plan.times(seconds if commits is None else commits))
+        self._work = GradientWork(plan, scenario, policy, curve, by_commits=commits is not None)
         nbytes = scenario.nbytes or self._work.nbytes
         whole = dataclasses.replace(scenario, nbytes=nbytes, examples=plan.batch)
         self._cluster = whole.cluster(self._work)
@@ -186,28 +238,35 @@ class ServerTraining:
         return self._cluster.now
 
     def finish(self, stop: Sequence[object] = ()) -> None:
-        self._cluster.run(seconds=self._seconds, stop=stop)
+        self._cluster.run(commits=self._commits, seconds=self._seconds, stop=stop)
         if not stop:
-            self._work.look(math.nextafter(self._seconds, math.inf))
+            self._work.look(math.inf)
 
     def outcome(self) -> TrainingOutcome:
         return TrainingOutcome(run=summary(self._scenario, self._cluster), curve=tuple(self._work.curve.points))
 
 
-def begin_training(scenario: Scenario, plan: TrainingPlan, *, seconds: float) -> SimulatedTraining:
-    """Make the virtual cluster of a training; its clock stands at 0."""
-    check_length(None, seconds)
+def begin_training(
+    scenario: Scenario, plan: TrainingPlan, *, commits: int | None = None, seconds: float = math.inf
+) -> SimulatedTraining:
+    """Make the virtual cluster of a training that ends after ``commits``, or ``seconds``; its clock stands at 0.
+
+    The times of the plan's evaluations are counted in that unit, in commits if they are given.
+    """
+    check_length(commits, seconds)
     policy = scenario.check_training()
     if isinstance(policy, ServerPolicy):
-        return ServerTraining(scenario, plan, policy, seconds=seconds)
-    return PeersTraining(scenario, plan, seconds=seconds)
+        return ServerTraining(scenario, plan, policy, commits=commits, seconds=seconds)
+    return PeersTraining(scenario, plan, commits=commits, seconds=seconds)
 
 
-def simulate_training(scenario: Scenario, plan: TrainingPlan, *, seconds: float) -> TrainingOutcome:
-    """Train a problem on a virtual cluster for ``seconds`` of virtual time; the same seed gives the same bits.
+def simulate_training(
+    scenario: Scenario, plan: TrainingPlan, *, commits: int | None = None, seconds: float = math.inf
+) -> TrainingOutcome:
+    """Train a problem on a virtual cluster for ``commits`` or ``seconds``; the same seed gives the same bits.
 
     Bits also depend on torch's number of threads; one is fastest for small models.
     """
-    training = begin_training(scenario, plan, seconds=seconds)
+    training = begin_training(scenario, plan, commits=commits, seconds=seconds)
     training.finish()
     return training.outcome()
