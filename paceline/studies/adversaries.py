@@ -32,7 +32,7 @@ class AdversariesStudy(Study):
 
     problem: str = option("mnist", "What to train on; digits needs no data.")
     model: str = option("net2", "The network.")
-    examples: int | None = option(4000, "Training examples to use, the first ones.")
+    examples: int | None = option(16000, "Training examples to use, the first ones.")
     workers: int = option(8, "All of them.")
     hostile: int = option(2, "Those that attack.")
     attacks: tuple[str, ...] = option(tuple(ATTACKS), "With commas between.")
@@ -49,7 +49,7 @@ class AdversariesStudy(Study):
         "Aggregators of sync, or policies, with commas between.",
     )
     optimizer: str = option("sgd(lr=0.1, momentum=0.9)", "Of the server.")
-    batch_size: int = option(64, "Of each worker.")
+    batch_size: int = option(256, "Of each worker.")
     epochs: int = option(10, "Of every run.")
     judges: int | None = option(2000, "Examples to evaluate on, the first ones.")
     seeds: int = option(5, "Runs of every cell.")
