@@ -22,8 +22,9 @@ from paceline.peers.forming import Seat
 from paceline.sessions.reforming import ReformingSession
 
 Fate = Literal["die before", "die after", "lose"]  # a call: it is not made; it is, and nothing more; its result is lost
-# Given a worker, the number of its group, the number of the call in it and its name.
-Fates = Callable[[Member, int, int, str], Fate | None]
+# Given a worker, the number of its group, the number of the call in it and its name: a fate, or what gives it when the
+# call has been made.
+Fates = Callable[[Member, int, int, str], Fate | Callable[[], Fate] | None]
 
 DEADLINE = 30.0
 TIMEOUT = timedelta(seconds=DEADLINE)
@@ -53,6 +54,7 @@ class MortalGroup:
             work = found(*arguments)
             if fate is not None:
                 work.wait()
+                fate = fate() if callable(fate) else fate
                 raise Killed if fate == "die after" else RuntimeError("the result of this call was lost")
             return work
 
@@ -66,6 +68,7 @@ class Life:
     member: Member
     used: list[tuple[int, list[int], int]] = field(default_factory=list)  # epoch, samples, steps before
     group: int = 0  # the number of its present one
+    operations: Callable[[], int] = lambda: 0  # that it has done with others
     result: Any = None
     killed: bool = False
 

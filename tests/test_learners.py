@@ -118,6 +118,27 @@ def test_a_probe_measures_and_ends_the_script_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_a_probe_begins_the_data_again_when_it_ends(world: World, monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
+    """So a short script does not run to its end, unless its data can be read only once."""
+    monkeypatch.setenv(PROBE, "0.2")
+    monkeypatch.setattr("paceline.sessions.probing.report", lambda *_, **__: None)
+
+    def work(group: Any) -> tuple[int, bool]:
+        model, ended = nn.Linear(1, 1), False
+        with pytest.raises(SystemExit), library.join(model, plain(model), policy="sma", group=group) as session:
+            data = torch.utils.data.TensorDataset(torch.ones(12, 1))
+            source = (iter([[torch.ones(2, 1)]] * 3),) if once else (data, 2)
+            for (x,) in session.batches(*source, epochs=1):
+                with session.step():
+                    backward(model(x).sum())
+            ended = True
+        return session.steps, ended
+
+    for steps, ended in world(2, work):
+        assert (steps == 3) == once and ended == once
+
+
 def test_workers_times_learners_train_and_resume(paceline: Any, tmp_path: Path) -> None:
     outcome = paceline("train", "--policy", "sma(learners=2)", "--epochs", "1", "--json", "--run", "mine")
     assert outcome.code == 0, outcome.err

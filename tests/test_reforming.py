@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from paceline.record.metrics import read_metrics
 from paceline.sessions.peers import PeersSession
 
 SAMPLES, EPOCHS = 50, 3
+Ask = Literal["", "before", "after", "at times"]
 INPUTS = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(3))
 TEMPLATE = WithStatistics()
 DATA = TensorDataset(INPUTS, torch.arange(SAMPLES))
@@ -58,7 +59,7 @@ def train(
     die_before: int | None = None,
     worker: int = 1,
     evaluate: bool = False,
-    ask: Literal["", "before", "after"] = "",
+    ask: Ask = "",
     epochs: int = EPOCHS,
     batch_size: int = 4,
     accumulate: int = 1,
@@ -67,13 +68,20 @@ def train(
 ) -> dict[str, Any]:
     """Train to the end; the first process of ``worker`` dies before update number ``die_before``.
 
-    Workers may ``ask`` each other for a mean in every turn of the loop, before or after the step.
+    Workers may ``ask`` each other for a mean in every turn of the loop, before or after the step, or after some.
     """
     model = copy.deepcopy(TEMPLATE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    means, cancelled, blocks = [], 0, 0
+    means: list[tuple[int, float]] = []
+    cancelled, blocks = 0, 0
     with paceline.join(model, optimizer, policy=policy, seed=1, **options) as session:
         assert isinstance(session, PeersSession)
+        life.operations = lambda: session._operations
+
+        def take_mean() -> None:
+            steps = session.steps
+            means.append((steps, float(session.mean(steps + life.member.worker / 8))))
+
         for epoch in session.epochs(epochs):
             batches = session.batches(DATA, batch_size) if source is None else session.batches(source(session.rank))
             for x, samples in batches:
@@ -81,7 +89,7 @@ def train(
                 if session.steps + 1 == die_before and life.member == Member(worker):
                     raise Killed
                 if ask == "before":
-                    means.append(float(session.mean(float(session.steps))))
+                    take_mean()
                 blocks += 1
                 own = session._data.batch is not None and session._data.batch.examples != 0  # else a borrowed sample
                 life.used.append((epoch, samples.tolist() if own else [], session.steps))
@@ -90,10 +98,10 @@ def train(
                 if step.cancelled:
                     cancelled += 1
                     del life.used[-accumulate:]
-                if ask == "after":
-                    means.append(float(session.mean(float(session.steps))))
+                if ask == "after" or (ask == "at times" and session.steps % 5 == 3):
+                    take_mean()
             if evaluate:
-                means.append(float(session.mean(float(session.steps))))
+                take_mean()
                 with session.averaged():
                     session.mean(1.0)
     return {
@@ -160,6 +168,15 @@ def at_call(fates: dict[tuple[int, int, int], Fate]) -> Callable[..., Fate | Non
 
 CALLS = 60  # that the first group makes at most, in the runs below
 TIMES = ("before", "after")  # to ask each other, seen from a step
+# Mixes that some workers of a topology may be ahead of one that has not mixed, between two means.
+LEADS: list[tuple[str, Ask, int]] = [
+    ("exponential", "before", 1),
+    ("exponential", "after", 1),
+    ("random-pairs", "after", 1),
+    ("random-pairs", "at times", 1),
+    ("ring", "before", 1),
+    ("ring", "at times", 2),
+]
 
 
 @pytest.mark.parametrize("policy", quick(POLICIES, *POLICIES[:2]))
@@ -182,9 +199,7 @@ def test_one_may_die_at_any_call(world: Mortals, policy: str, call: int, fate: F
         *((call, ask) for call in range(14, 31, 6) for ask in ("", "before")),
     ),
 )
-def test_one_that_missed_what_others_have_done_catches_up(
-    world: Mortals, policy: str, place: tuple[int, Literal["", "before", "after"]]
-) -> None:
+def test_one_that_missed_what_others_have_done_catches_up(world: Mortals, policy: str, place: tuple[int, Ask]) -> None:
     """A result is lost on one worker when another has died, and the third has it."""
     fates: dict[tuple[int, int, int], Fate] = {(0, 1, place[0]): "die after", (1, 1, place[0]): "lose"}
     found = world(3, lambda life: train(life, policy, epochs=2, evaluate=True, ask=place[1]), at_call(fates))
@@ -204,21 +219,53 @@ def test_one_that_missed_what_others_have_done_catches_up(
     ),
 )
 def test_two_go_on_with_one_that_missed_what_they_have_done(
-    world: Mortals, policy: str, place: tuple[int, Literal["", "before", "after"]]
+    world: Mortals, policy: str, place: tuple[int, Ask]
 ) -> None:
-    """Also where the two have ended an epoch, and another takes the place of the dead.
-
-    Under gossip one that has mixed with others may be two operations ahead of one that asks, which is an error.
-    """
+    """Also where the two have ended an epoch, and another takes the place of the dead."""
     call, ask = place
-    may_end = contextlib.suppress(OutOfStepError) if ask and policy == "gossip" else contextlib.nullcontext()
     fates: dict[tuple[int, int, int], Fate] = {(call % 4, 1, call): "die after", ((call + 1) % 4, 1, call): "lose"}
 
     def work(life: Life) -> Any:
         return train(life, policy, epochs=2, evaluate=True, ask=ask, batch_size=3)
 
-    with may_end:
-        check(world, world(4, work, at_call(fates), respawn=call % 3 == 0), epochs=2)
+    check(world, world(4, work, at_call(fates), respawn=call % 3 == 0), epochs=2)
+
+
+@pytest.mark.parametrize("ahead", LEADS)
+@pytest.mark.parametrize("number", quick(range(2, 6), 3))
+def test_gossips_may_be_ahead_of_one_whose_mean_failed(
+    world: Mortals, ahead: tuple[str, Ask, int], number: int
+) -> None:
+    """All get the same means, in the same steps; the one behind takes part in each of them."""
+    topology, ask, lead = ahead
+    barriers: Counter[Member] = Counter()
+
+    def fates(member: Member, group: int, call: int, name: str) -> Callable[[], Fate] | None:
+        """In a mean one worker dies and another does not hear of its end, when others have mixed ``lead`` times."""
+        barriers[member] += name == "barrier"
+        fate = {Member(0): "die after", Member(1): "lose"}.get(member)
+        if fate is None or (group, name, barriers[member]) != (1, "barrier", number):
+            return None
+
+        def when_others_are_ahead() -> Fate:
+            own = next(life.operations() for life in world.lives if life.member == member)
+            while max(life.operations() for life in world.lives) < own + 1 + lead:
+                time.sleep(0.001)
+            return cast("Fate", fate)
+
+        return when_others_are_ahead
+
+    def work(life: Life) -> Any:
+        return train(life, f"gossip(topology={topology})", ask=ask, batch_size=1)
+
+    found = world(6, work, fates, respawn=number % 2 == 0)
+    assert len(found) >= 5
+    check(world, found)
+    means = found[-1]["means"]
+    everybody, survivors = sum(range(6)) / 6 / 8, sum(range(1, 6)) / 5 / 8
+    assert {round(mean - steps, 6) for steps, mean in means} <= {round(each, 6) for each in (everybody, survivors)}
+    for each in found:  # one that has joined has the last of them
+        assert each["means"] == means[len(means) - len(each["means"]) :]
 
 
 @pytest.mark.parametrize("policy", quick(POLICIES, *POLICIES[:2]))
@@ -232,9 +279,7 @@ def test_another_may_die_while_they_form_a_new_group(world: Mortals, policy: str
 @pytest.mark.parametrize("policy", quick(POLICIES, *POLICIES[:2]))
 @pytest.mark.parametrize("ask", TIMES)
 @pytest.mark.parametrize("call", quick(range(14, CALLS, 4), *range(14, 31, 4)))
-def test_workers_may_ask_each_other_between_any_two_steps(
-    world: Mortals, policy: str, ask: Literal["before", "after"], call: int
-) -> None:
+def test_workers_may_ask_each_other_between_any_two_steps(world: Mortals, policy: str, ask: Ask, call: int) -> None:
     """Before a step too, with a batch in hand that was shared out among workers of which one has died since."""
     fates: dict[tuple[int, int, int], Fate] = {(call % 3, 1, call): "die before"}
     found = world(3, lambda life: train(life, policy, ask=ask, epochs=2), at_call(fates), respawn=call % 2 == 0)

@@ -86,6 +86,10 @@ def test_others_join_where_a_step_begins_and_come_last(doing: Doing) -> None:
         (Status(5, 9, "other", True), Status(7, 10, "exchange", True), True, False),
         (Status(5, 9, "other", True), Status(7, 11, "exchange", True), True, True),
         (Status(), Status(5, 10, "step", True), True, True),
+        (Status(5, 9, "other", True, catches_up=True), Status(8, 13, "exchange", True), True, False),
+        (Status(5, 9, "exchange", True, catches_up=True), Status(5, 10, "other", True), True, False),
+        (Status(5, 9, "end", True, catches_up=True), Status(5, 10, "other", True), True, True),
+        (Status(catches_up=True), Status(5, 10, "turn", True), True, True),
     ],
 )
 def test_who_copies(own: Status, furthest: Status, behind: bool, copies: bool) -> None:

@@ -35,6 +35,7 @@ class Status(NamedTuple):
     has_state: bool = False  # the state of the run; a worker that joins does not have it yet
     in_hand: bool = False  # its loop has a batch of which nothing comes
     epoch: int = 0
+    catches_up: bool = False  # it makes the updates that others have exchanged by itself
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -75,11 +76,17 @@ class Formation(NamedTuple):
         return self.source is not None and self.statuses[rank].progress < self.furthest.progress
 
     def copies(self, rank: int) -> bool:
-        """Whether this member takes the state of the source: one that joins, or has missed an exchange of updates."""
+        """Whether this member takes the state of the source: one that joins, or has missed an exchange of updates.
+
+        Where a member catches up by itself, that is the last exchange only.
+        """
         if self.source is None:
             return False
         status = self.statuses[rank]
-        missed = status.doing != "other" or self.furthest.operations > status.operations + 1
+        if status.catches_up:
+            missed = status.doing == "end"
+        else:
+            missed = status.doing != "other" or self.furthest.operations > status.operations + 1
         return not status.has_state or (missed and self.is_behind(rank))
 
 

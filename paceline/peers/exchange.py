@@ -32,6 +32,7 @@ class Exchange(Protocol):
     rank: int
     world_size: int
     replicas_differ: bool  # whether the workers' parameters may differ between steps
+    catches_up: bool  # whether a worker that has missed exchanges goes on without them; else it copies another's state
     exchanges: bool  # whether the last update was one after which workers exchange: the same on all of them
     common_state: tuple[str, ...]  # entries of the state that are the same on all workers
 
@@ -120,7 +121,7 @@ class Exchange(Protocol):
         ...
 
     def give_up(self, steps: int) -> None:
-        """Workers have died or joined: no worker begins in the background what was to begin up to this step.
+        """Workers have died or joined: no worker begins now what others may have begun up to this step.
 
         Those that had begun it have left it behind with the exchange of before.
         """
@@ -137,6 +138,7 @@ class Alone:
     rank = 0
     world_size = 1
     replicas_differ = False
+    catches_up = False
     exchanges = True
     common_state: tuple[str, ...] = ()
 

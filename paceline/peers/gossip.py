@@ -26,7 +26,13 @@ class GossipExchange(ReplicasExchange):
     as much weight as it sends, and w stays 1. Floating-point buffers are mixed with the parameters.
 
     A worker waits for its senders of this step, and until its receivers of the last step have its message.
+
+    So some may be several steps ahead of others when a worker dies. Those behind then make these steps without mixing,
+    and all mix again after the step that follows.
     """
+
+    catches_up = True
+    common_state = ("stop_at",)
 
     def __init__(self, model: nn.Module, peers: Peers, policy: Gossip) -> None:
         super().__init__(model, peers)
@@ -34,6 +40,7 @@ class GossipExchange(ReplicasExchange):
         self._weight = 1.0
         self._updates = 0  # made in this run
         self._stop_at: int | None = None  # the update after which all workers stop
+        self._given_up = 0  # the last update after which nobody mixes, since a worker has died
         self._flats: dict[torch.dtype, _Flat] = {}
         self._sent: list[Pending] = []  # perhaps still on their way
 
@@ -42,21 +49,22 @@ class GossipExchange(ReplicasExchange):
 
     def after_update(self, progress: Progress) -> bool:
         step, self._updates = progress.steps - 1, progress.steps
-        if self._backward.stop():
-            self._stop_by(step + self._policy.spread(step, self.world_size, self.rank))
-        with self._peers.explain("mixing with its neighbours"), torch.no_grad():
-            self._mix(step)
-        if self._updates != self._stop_at:
-            return False
-        self._stop_at = None
-        return True
+        if self._updates > self._given_up:
+            if self._backward.stop():
+                self._stop_by(step + self._policy.spread(step, self.world_size, self.rank))
+            with self._peers.explain("mixing with its neighbours"), torch.no_grad():
+                self._mix(step)
+        return self._updates == self._stop_at
+
+    def give_up(self, steps: int) -> None:
+        self._given_up = steps
 
     def _mix(self, step: int) -> None:
         receivers, senders, share = self._policy.neighbours(self.rank, step, self.world_size)
         self._wait_until_sent()
         flats = self._load(share)
         self._weight *= share
-        header = self._header(step, 0 if self._stop_at is None else self._stop_at - step)
+        header = self._header(step, 0 if self._stop_at is None else max(0, self._stop_at - step))
         for receiver in receivers:
             self._send([header, *(flat.outgoing for flat in flats)], receiver)
         for sender in senders:
@@ -120,7 +128,8 @@ class GossipExchange(ReplicasExchange):
     # The answer and the state -----------------------------------------------------------------------------
 
     def lead(self) -> int:
-        return self._policy.spread(self._updates, self.world_size, self.rank)
+        mixed_from = max(self._updates, self._given_up)  # the steps before do not spread what a worker knows
+        return mixed_from - self._updates + self._policy.spread(mixed_from, self.world_size, self.rank)
 
     def weight(self) -> float:
         return self._weight
@@ -149,9 +158,13 @@ class GossipExchange(ReplicasExchange):
         mixed = [] if self._weight == 1 else [flat.mixed for flat in self._flats.values()]
         return {**super().state_dict(), "weight": self._weight, "mixed": mixed}
 
+    def kept_state(self) -> dict[str, Any]:
+        return {**self.state_dict(), "stop_at": self._stop_at}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._weight = float(state.get("weight", 1.0))
+        self._stop_at = state.get("stop_at")
         if state.get("mixed"):
             for flat, mixed in zip(self._load(1.0), state["mixed"], strict=True):
                 flat.mixed.copy_(mixed)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paceline.launch.reports import report
 from paceline.sessions.peers import PeersSession, join_peers
@@ -35,6 +35,15 @@ class ProbingSession(PeersSession):
     def save(self, path: str | Path | None = None) -> Path | None:
         """Nothing is saved."""
         return None
+
+    def _batches(self, source: Any, epochs: int | None, **options: Any) -> Iterator[Any]:
+        """Begin the data again when it ends: the probe of a short script ends with its time too."""
+        some = True
+        while some:
+            some = False  # a source that can be read only once gives no more
+            for batch in super()._batches(source, None, **options):
+                some = True
+                yield batch
 
     def _conclude(self, step: Step) -> None:
         self._ends.append((time.perf_counter(), 1 if step.examples is None else step.examples))

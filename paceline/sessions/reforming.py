@@ -49,7 +49,8 @@ class ReformingSession(Session):
         self._run_path, self._keep = run_path, keep
         self._operations = 0  # exchanges done with all others
         self._part = self.rank, self.world_size  # of every step's batches
-        self._take_part_after: int | None = None  # the steps after which it is that of the present group
+        # The steps after which it is that of the present group, and what is owed then.
+        self._take_part_after: tuple[int, tuple[int, ...]] | None = None
         self._averaging: list[contextlib.ExitStack] = []  # what leaving the blocks of averaged() undoes
         self._stopping = False  # a worker was asked to stop, and all know it
         self._data.before_batch = self._let_others_in
@@ -130,11 +131,12 @@ class ReformingSession(Session):
         assert self._forming is not None
         before = self._forming.formation.members
         kept = self._exchange.kept_state() if kept is None else kept
+        catches_up = self._exchange.catches_up
         self._exchange.close()
         self._exchange = Alone()
         self._run_state.go_on(self._exchange)
         in_hand = doing != "turn" and self._data.in_hand  # where a turn begins the loop is done with its last batch
-        status = Status(self.steps, self._operations, doing, has_state=True, in_hand=in_hand, epoch=self.epoch)
+        status = Status(self.steps, self._operations, doing, True, in_hand, self.epoch, catches_up)
         while True:
             try:
                 peers = self._forming.form(status, failed=failed)
@@ -182,10 +184,10 @@ class ReformingSession(Session):
         self._nan_guard.each_skips = exchange.replicas_differ
         if formation.copies(peers.rank):
             self._copy(shared["run"])
-        self._data.owed = tuple(shared["owed"])
+        self._data.owed = owed = tuple(shared["owed"])
         self.rank, self.world_size, self.generation = peers.rank, peers.size, formation.number
         self._data.lose({*self._data.workers} - {*formation.members})
-        self._take_part_after = formation.furthest.steps
+        self._take_part_after = formation.furthest.steps, owed
         self._take_part()
         if self.rank == 0 and self._run_path is not None and self.run is None:
             self.run = Run(self._run_path, resume=True, keep=self._keep)
@@ -199,7 +201,8 @@ class ReformingSession(Session):
         Steps in which nothing is exchanged are not copied; so one that is behind makes them with batches of before.
         """
         assert self._forming is not None
-        if self._take_part_after is not None and self.steps >= self._take_part_after:
+        if self._take_part_after is not None and self.steps >= self._take_part_after[0]:
+            self._data.owed = self._take_part_after[1]  # again: an epoch may have ended since
             self._take_part_after = None
             self._part = self.rank, self.world_size
             formation = self._forming.formation
