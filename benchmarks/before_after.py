@@ -41,8 +41,8 @@ KB, MB = 1 << 10, 1 << 20
 TRIPS = {4 * KB: 300, MB: 100, 25 * MB: 15}  # of a round with messages of this size
 # By name: what is measured in a round, as arguments of ``run_bench``.
 BENCHES: dict[str, list[Call]] = {
-    "step": [("step", 2, {"models": ["mlp", "net3", "cnn", "gpt"], "rounds": 3, "steps": 8})],
-    "collectives": [("collectives", 2, {"sizes": [4 * KB, MB, 25 * MB, 100 * MB], "seconds": 0.1})],
+    "step": [("step", 2, {"models": ["mlp", "net3", "cnn", "gpt"], "rounds": 2, "steps": 4})],
+    "collectives": [("collectives", 2, {"sizes": [4 * KB, MB, 25 * MB], "seconds": 0.05})],
     **{
         name: [
             ("server", 2, {"sizes": [size], "rounds": 5, "trips": trips, "over_tcp": over_tcp})
