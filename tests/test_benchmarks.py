@@ -111,6 +111,16 @@ def test_bench_collectives(run: Scripts) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no commits to build")
+def test_before_after(run: Scripts) -> None:
+    rows = run("before_after.py", "HEAD", "--bench", "collectives")["rows"]
+    ways = [f"{buffers}, {way}" for buffers in ("hot", "cold") for way in ("ours", "any", "gloo")]
+    assert [row["row"] for row in rows] == [f"4 KB, {way}" for way in ways]
+    for row in rows:
+        assert positive(row, "old_us", "new_us") and row["ratio"] == row["lowest"] == row["highest"]
+
+
+@pytest.mark.soak
 def test_bench_server(run: Scripts) -> None:
     found = run.bench("server")
     rows = found["rows"]

@@ -35,6 +35,7 @@ from paceline.virtual.simulate import Scenario, simulate
 from paceline.virtual.tally import Tally
 
 ARM = Arm(name="one", optimizer="sgd(lr=0.1)", epochs=1, batch_size=64)
+DIGITS = load_problem("digits")
 QUICK = WarmUpStudy(problem="digits", workers=4, rates=(0.1,), epochs=1, seeds=2)
 
 
@@ -45,6 +46,10 @@ def trial(arm: Arm, seed: int, *values: float) -> Trial:
     return Trial(
         arm=arm, seed=seed, outcome=TrainingOutcome(run=run, curve=tuple(curve)), train_loss=0.0, train_value=1.0
     )
+
+
+def trials_of(*done: Trial) -> Trials:
+    return Trials(problem=DIGITS, done=done, interrupted_at=None)
 
 
 # Intervals ----------------------------------------------------------------------------------------------------
@@ -82,25 +87,25 @@ def test_a_claim_holds_only_if_its_interval_does(advantages: list[float], word: 
 def test_trials_are_compared_seed_by_seed() -> None:
     other = dataclasses.replace(ARM, name="other")
     trials = Trials(
-        done=(trial(ARM, 0, 0.1, 0.5), trial(other, 0, 0.1, 0.4), trial(ARM, 1, 0.1, 0.9)), interrupted_at="x"
+        problem=DIGITS,
+        done=(trial(ARM, 0, 0.1, 0.5), trial(other, 0, 0.1, 0.4), trial(ARM, 1, 0.1, 0.9)),
+        interrupted_at="x",
     )
     assert trials.arms() == [ARM, other]
-    assert trials.of(ARM, lambda each: each.error) == pytest.approx([50, 10])
-    assert trials.differences(other, ARM, lambda each: each.error) == pytest.approx([10])
+    assert trials.of(ARM, lambda each: 100 * (1 - each.last.value)) == pytest.approx([50, 10])
+    assert trials.differences(other, ARM, lambda each: 100 * (1 - each.last.value)) == pytest.approx([10])
     curve = trials.curve(ARM, lambda point: point.value)
     assert curve.x == (1.0,) and curve.y == pytest.approx((0.7,))
 
 
 def test_a_target_has_its_time_and_its_epochs() -> None:
-    problem = load_problem("digits")
     found = trial(dataclasses.replace(ARM, epochs=8), 0, 0.1, 0.3, 0.6, 0.5, 0.7)
-    assert (found.time_to(problem, 0.6), found.epochs_to(problem, 0.6)) == (2, 4)
-    assert found.time_to(problem, 0.8) == found.epochs_to(problem, 0.8) == math.inf
+    assert (found.time_to(DIGITS, 0.6), found.epochs_to(DIGITS, 0.6)) == (2, 4)
+    assert found.time_to(DIGITS, 0.8) == found.epochs_to(DIGITS, 0.8) == math.inf
 
 
 def test_arms_train_for_their_epochs_on_the_same_examples() -> None:
-    problem = load_problem("digits")
-    problem = dataclasses.replace(problem, train=first(problem.train, 100), test=first(problem.test, 50))
+    problem = dataclasses.replace(DIGITS, train=first(DIGITS.train, 100), test=first(DIGITS.test, 50))
     several = dataclasses.replace(ARM, name="several", batch_size=16, workers=4, policy="local-sgd(every=2)")
     trials = run_arms([ARM, several], problem, 2, StudyContext(seed=3))
     assert [(each.arm.name, each.seed) for each in trials.done] == [
@@ -113,8 +118,7 @@ def test_arms_train_for_their_epochs_on_the_same_examples() -> None:
 
 
 def test_arms_of_a_server_make_the_commits_of_their_epochs() -> None:
-    problem = load_problem("digits")
-    problem = dataclasses.replace(problem, train=first(problem.train, 96), test=first(problem.test, 50))
+    problem = dataclasses.replace(DIGITS, train=first(DIGITS.train, 96), test=first(DIGITS.test, 50))
     policies = {
         "sync": 2,
         "k-sync(k=2)": 3,
@@ -180,11 +184,11 @@ def test_a_defence_bears_an_attack_if_it_loses_little_with_certainty() -> None:
         ("label-flip", "median"): (0.9, 0.91),
     }
     done = [trial(study._arm(*cell), seed, 0.1, found[seed]) for seed in range(2) for cell, found in values.items()]
-    assert study._verdicts(Trials(done=tuple(done), interrupted_at=None)) == [
+    assert study.verdicts(trials_of(*done)) == [
         "mean: fails under sign-flip (80.00 +- 0.00); nothing is shown under label-flip (5.50 +- 69.88).",
         "median: bears sign-flip (0.50 +- 0.00), label-flip (0.00 +- 0.00).",
     ]
-    assert study._row("label-flip", Trials(done=tuple(done[:5]), interrupted_at="x"))[1:] == ("90.00", None)
+    assert study.row(study._arm("label-flip", "mean"), trials_of(*done[:5]))[1:] == ("90.00", None)
 
 
 def test_rates_at_which_something_helps() -> None:
@@ -198,7 +202,7 @@ def test_rates_at_which_something_helps() -> None:
         ("DC-ASGD-a", 0.2): (0.1, 0.2),
     }
     done = [trial(study._arm(*line), seed, 0.1, found[seed]) for seed in range(2) for line, found in values.items()]
-    found = study._verdicts(Trials(done=tuple(done), interrupted_at=None))
+    found = study.verdicts(trials_of(*done))
     beside = "Beside async at the same rate, the error of"
     assert f"{beside} staleness-aware is lower at 0.2; higher at 0.1." in found
     assert f"{beside} DC-ASGD-a is higher at 0.2; not shown to differ at 0.1." in found
@@ -251,9 +255,9 @@ def test_local_sgd_is_compared_with_the_best_rate_of_the_mini_batch() -> None:
     both, local, *others = study._lines().values()
     values = {both: 0.9, local: 0.6, **dict(zip(others, (0.3, 0.5, 0.4), strict=True))}
     trials = [trial(arm, seed, 0.1, value + seed / 100) for seed in range(2) for arm, value in values.items()]
-    (note,) = study._verdicts(Trials(done=tuple(trials), interrupted_at=None))
+    (note,) = study.verdicts(trials_of(*trials))
     assert note.startswith("With H = 2 local SGD has a higher test accuracy than mini-batch, rate x sqrt(H): holds")
-    assert study._verdicts(Trials(done=tuple(trials[:3]), interrupted_at="x")) == []
+    assert study.verdicts(trials_of(*trials[:3])) == []
 
 
 def test_all_reduce_has_as_much_time_as_diloco() -> None:

@@ -204,19 +204,13 @@ class ProcessGroup(PythonGroup):
                 continue
             sources = [Staged(piece, reduction=op, read=True) for piece in pieces]
             target = Staged(output, reduction=op)
-            tickets.append(
-                self._shared.reduce_scatter(
-                    [source.address for source in sources],
-                    target.address,
-                    target.count,
-                    target.dtype,
-                    op,
-                    async_=opts.asyncOp,
-                    keep=(sources, target),
-                )
-            )
+            tickets.append(self._reduce_scatter(sources, target, op, opts))
             staged.append(target)
         return self._work(outputs, tickets, staged)
+
+    def _reduce_scatter(self, sources: Staged | list[Staged], target: Staged, op: str, opts: Any) -> Ticket | None:
+        call = _pieces(sources), target.address, target.count, target.dtype, op
+        return self._shared.reduce_scatter(*call, async_=opts.asyncOp, keep=(sources, target))
 
     def _reduce_scatter_unevenly(
         self, output: Tensor, pieces: list[Tensor], op: str, later: bool
@@ -248,17 +242,7 @@ class ProcessGroup(PythonGroup):
         for output, input in zip(outputs, inputs, strict=True):
             self._check_whole("reduce_scatter", whole=input, piece=output)
             source, target = Staged(input, reduction=op, read=True), Staged(output, reduction=op)
-            tickets.append(
-                self._shared.reduce_scatter(
-                    source.address,
-                    target.address,
-                    target.count,
-                    target.dtype,
-                    op,
-                    async_=opts.asyncOp,
-                    keep=(source, target),
-                )
-            )
+            tickets.append(self._reduce_scatter(source, target, op, opts))
             staged.append(target)
         return self._work(outputs, tickets, staged)
 
@@ -287,17 +271,12 @@ class ProcessGroup(PythonGroup):
                     targets[self._rank].dense.view(-1).copy_(source.dense.view(-1))
                 tickets += [self._broadcast(target, root, opts) for root, target in enumerate(targets)]
                 continue
-            tickets.append(
-                self._shared.all_gather(
-                    source.address,
-                    [target.address for target in targets],
-                    source.count,
-                    source.dtype,
-                    async_=opts.asyncOp,
-                    keep=(source, targets),
-                )
-            )
+            tickets.append(self._all_gather(source, targets, opts))
         return self._work([piece for pieces in outputs for piece in pieces], tickets, staged)
+
+    def _all_gather(self, source: Staged, targets: Staged | list[Staged], opts: Any) -> Ticket | None:
+        call = source.address, _pieces(targets), source.count, source.dtype
+        return self._shared.all_gather(*call, async_=opts.asyncOp, keep=(source, targets))
 
     @_by_device
     def allgather_coalesced(
@@ -320,16 +299,7 @@ class ProcessGroup(PythonGroup):
         for output, input in zip(outputs, inputs, strict=True):
             self._check_whole("all_gather", whole=output, piece=input)
             source, target = Staged(input, read=True), Staged(output)
-            tickets.append(
-                self._shared.all_gather(
-                    source.address,
-                    target.address,
-                    source.count,
-                    source.dtype,
-                    async_=opts.asyncOp,
-                    keep=(source, target),
-                )
-            )
+            tickets.append(self._all_gather(source, target, opts))
             staged.append(target)
         return self._work(outputs, tickets, staged)
 
@@ -344,17 +314,8 @@ class ProcessGroup(PythonGroup):
             if self._rank == opts.rootRank:
                 self._check_pieces("gather", "output", outputs[index], input)
                 targets = [Staged(piece) for piece in outputs[index]]
-            tickets.append(
-                self._shared.gather(
-                    source.address,
-                    [target.address for target in targets],
-                    source.count,
-                    source.dtype,
-                    opts.rootRank,
-                    async_=opts.asyncOp,
-                    keep=(source, targets),
-                )
-            )
+            call = source.address, _pieces(targets), source.count, source.dtype, opts.rootRank
+            tickets.append(self._shared.gather(*call, async_=opts.asyncOp, keep=(source, targets)))
             staged += targets
         return self._work([part.target for part in staged], tickets, staged)
 
@@ -367,17 +328,8 @@ class ProcessGroup(PythonGroup):
             if self._rank == opts.rootRank:
                 self._check_pieces("scatter", "input", inputs[index], output)
                 sources = [Staged(piece, read=True) for piece in inputs[index]]
-            tickets.append(
-                self._shared.scatter(
-                    [source.address for source in sources],
-                    target.address,
-                    target.count,
-                    target.dtype,
-                    opts.rootRank,
-                    async_=opts.asyncOp,
-                    keep=(sources, target),
-                )
-            )
+            call = _pieces(sources), target.address, target.count, target.dtype, opts.rootRank
+            tickets.append(self._shared.scatter(*call, async_=opts.asyncOp, keep=(sources, target)))
             staged.append(target)
         return self._work(outputs, tickets, staged)
 
@@ -497,6 +449,11 @@ class ProcessGroup(PythonGroup):
             raise UsageError(
                 f"{what}: wanted tensors of one type, got {sorted({str(tensor.dtype) for tensor in tensors})}"
             )
+
+
+def _pieces(parts: Staged | list[Staged]) -> int | list[int]:
+    """The address of pieces that lie one after the other, or those of all pieces."""
+    return parts.address if isinstance(parts, Staged) else [part.address for part in parts]
 
 
 def _addresses(part: Staged, counts: Sequence[int]) -> list[int]:

@@ -11,26 +11,20 @@ from typing import Any
 
 import click
 
-from paceline.commands.options import (
-    PathType,
-    delay_options,
-    needs_server,
-    processes_per_worker,
-    read_delay,
-    servers_option,
-)
+from paceline.commands import options
 from paceline.errors import UsageError
 
+_FILE = options.PathType(path_type=Path)
 _TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 @click.command(context_settings=_TAKES_A_COMMAND)
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
 @click.option("--policy", help="How the workers keep pace, whatever the script says.")
-@servers_option
-@delay_options
+@options.servers_option
+@options.delay_options
 @click.option("--join", "address", metavar="HOST:PORT", help="Join a running server, started by serve.")
-@click.option("--token-file", type=PathType(path_type=Path), help="File with the token to join with.  [PACELINE_TOKEN]")
+@click.option("--token-file", type=_FILE, help="File with the token to join with.  [PACELINE_TOKEN]")
 @click.option("--trusted-network", is_flag=True, help="With --join, as for the server: encrypt nothing.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def run(
@@ -62,14 +56,14 @@ def run(
         raise UsageError("--servers is for the command that starts the servers; with --join HOST:PORT they already run")
     asking = {"--join": address is not None, "--servers": servers > 1}
     here = workers if address is None else None  # with --join, other hosts may have more
-    needed = needs_server(policy, next((option for option, asked in asking.items() if asked), None), here)
+    needed = options.needs_server(policy, next((option for option, asked in asking.items() if asked), None), here)
     server = ServerOptions(
         needed=needed and address is None,
         respawn=respawn,
         trusted=trusted_network,
         join=None if address is None else read_address(address),
         token=None if address is None else find_token(token_file),
-        delay=read_delay(delay, delay_unit, here),
+        delay=options.read_delay(delay, delay_unit, here),
         servers=servers,
     )
     learners = 1
@@ -77,7 +71,7 @@ def run(
         from paceline.commands.learners import settle_learners
 
         policy = settle_learners(policy, workers, lambda _: command)
-        learners = processes_per_worker(policy, workers)
+        learners = options.processes_per_worker(policy, workers)
     ending = _Ending()
     return supervise(
         command,
@@ -92,12 +86,12 @@ def run(
 
 @click.command(context_settings=_TAKES_A_COMMAND)
 @click.option("--workers", type=int, required=True, help="How many are expected to join.")
-@servers_option
+@options.servers_option
 @click.option("--bind", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Where to listen.")
 @click.option("--policy", help="How the workers keep pace, whatever the script says.")
 @click.option(
     "--token-file",
-    type=PathType(path_type=Path),
+    type=_FILE,
     help="File with the token to join with; made if missing.  [PACELINE_TOKEN, else paceline-token]",
 )
 @click.option("--trusted-network", is_flag=True, help="Encrypt nothing between hosts.")
@@ -120,7 +114,7 @@ def serve(
     from paceline.launch.service import ServerOptions
     from paceline.launch.supervisor import check_command, supervise
 
-    needs_server(policy, "serve", workers)
+    options.needs_server(policy, "serve", workers)
     check_command(command, workers)
     where = read_bind(bind)
     token, file = find_or_make_token(token_file)

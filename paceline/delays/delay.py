@@ -34,6 +34,7 @@ from paceline.delays.distributions import (
     Times,
     Workers,
     plain,
+    with_options,
 )
 from paceline.delays.text import as_number, name_options, split_terms
 from paceline.errors import UsageError, unknown_name
@@ -96,6 +97,10 @@ class Change:
     def __post_init__(self) -> None:
         check_types("change", self.name, self)
 
+    def __str__(self) -> str:
+        """The text form, which is part of that of a delay."""
+        return with_options(self.name, self)
+
     def factors_of(self, workers: Workers) -> float | Times:
         """The factors that multiply these workers' times."""
         return 1.0
@@ -141,9 +146,6 @@ class Slow(Change):
         _check_worker(self.name, self.worker)
         _check_factor(self.name, self.factor)
 
-    def __str__(self) -> str:
-        return f"slow(worker={self.worker}, factor={plain(self.factor)})"
-
     def factors_of(self, workers: Workers) -> float | Times:
         return np.where(workers == self.worker, self.factor, 1.0)
 
@@ -162,9 +164,6 @@ class Fails(Change):
         _check_worker(self.name, self.worker)
         if not 0 <= self.at <= LARGEST:
             raise UsageError(f"fails: at is a time and must not be negative, got {self.at:g}")
-
-    def __str__(self) -> str:
-        return f"fails(worker={self.worker}, at={plain(self.at)})"
 
     def fails_at(self, worker: int) -> float:
         return float(self.at) if worker == self.worker else math.inf

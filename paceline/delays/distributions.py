@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,12 @@ from paceline.delays.measured_times import read_times
 from paceline.errors import UsageError
 from paceline.spec import check_types, print_call
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Times: TypeAlias = npt.NDArray[np.float64]
 Workers: TypeAlias = npt.NDArray[np.integer[Any]]
+Range: TypeAlias = tuple[float, float]  # from, to
 
 SMALLEST, LARGEST = 1e-50, 1e50  # limits of every parameter except 0, so that no time overflows or underflows
 
@@ -55,14 +59,20 @@ class Distribution(Delay):
     """A delay with independent draws, the same for all workers; a subclass is one line in ``DISTRIBUTIONS``."""
 
     name: ClassVar[str]  # as users type it
+    ranges: ClassVar[dict[str, Range]] = {}  # of the numbers that are not simply above 0
 
     def __post_init__(self) -> None:
         check_types("delay", self.name, self)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            low, high = self.ranges.get(field.name, (SMALLEST, LARGEST))
+            if not isinstance(value, str) and not low <= value <= high:
+                wanted = "above 0" if low == SMALLEST and not value > 0 else f"from {low:g} to {high:g}"
+                raise UsageError(f"{self.name}: {field.name} must be {wanted}, got {value:g}")
 
     def __str__(self) -> str:
         """The text form, which ``parse_delay`` reads back to an equal delay."""
-        options = (f"{field.name}={plain(getattr(self, field.name))}" for field in fields(self))
-        return f"{self.name}({', '.join(options)})"
+        return with_options(self.name, self)
 
     @abstractmethod
     def draw(self, generator: np.random.Generator, count: int) -> Times:
@@ -77,12 +87,9 @@ class Constant(Distribution):
     """Always the same time. As text it is the number alone: ``2``."""
 
     name: ClassVar[str] = "constant"
+    ranges: ClassVar[dict[str, Range]] = {"value": (0.0, LARGEST)}
 
     value: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "value", at_least=0.0)
 
     def __str__(self) -> str:
         return plain(self.value)
@@ -102,10 +109,6 @@ class Exponential(Distribution):
 
     rate: float
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "rate")
-
     def __str__(self) -> str:
         return f"exp({plain(self.rate)})"
 
@@ -121,14 +124,10 @@ class LogNormal(Distribution):
     """Half of the times below ``median``; ``sigma`` is the standard deviation of their logarithm."""
 
     name: ClassVar[str] = "lognormal"
+    ranges: ClassVar[dict[str, Range]] = {"sigma": (SMALLEST, 20.0)}
 
     median: float
     sigma: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "median")
-        check_range(self, "sigma", at_most=20.0)
 
     def draw(self, generator: np.random.Generator, count: int) -> Times:
         return self.median * np.exp(self.sigma * generator.standard_normal(count))
@@ -142,14 +141,10 @@ class Pareto(Distribution):
     """Never below ``minimum``, and above t with chance (minimum/t)^shape; a mean exists for a shape above 1."""
 
     name: ClassVar[str] = "pareto"
+    ranges: ClassVar[dict[str, Range]] = {"shape": (0.1, LARGEST)}
 
     minimum: float
     shape: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "minimum")
-        check_range(self, "shape", at_least=0.1)
 
     def draw(self, generator: np.random.Generator, count: int) -> Times:
         return self.minimum * np.exp(generator.standard_exponential(count) / self.shape)
@@ -163,14 +158,10 @@ class Gaussian(Distribution):
     """Normal with mean ``mu`` and deviation ``sigma``; negative times are drawn again."""
 
     name: ClassVar[str] = "gaussian"
+    ranges: ClassVar[dict[str, Range]] = {"mu": (0.0, LARGEST)}  # at least half of the draws are kept
 
     mu: float
     sigma: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "mu", at_least=0.0)  # so that at least half of the draws are kept
-        check_range(self, "sigma")
 
     def draw(self, generator: np.random.Generator, count: int) -> Times:
         times = generator.normal(self.mu, self.sigma, count)
@@ -222,13 +213,10 @@ DISTRIBUTIONS: dict[str, type[Distribution]] = {
 
 def plain(number: float) -> str:
     """Write a number exactly, and a whole one without ``.0``."""
-    return repr(float(number)).removesuffix(".0")
+    return str(number) if isinstance(number, int) else repr(float(number)).removesuffix(".0")
 
 
-def check_range(settings: Distribution, field: str, *, at_least: float = SMALLEST, at_most: float = LARGEST) -> None:
-    """Raise a UsageError unless a field lies in its range, by default above 0."""
-    value = getattr(settings, field)
-    if at_least <= value <= at_most:
-        return
-    wanted = "above 0" if at_least == SMALLEST and not value > 0 else f"from {at_least:g} to {at_most:g}"
-    raise UsageError(f"{settings.name}: {field} must be {wanted}, got {value:g}")
+def with_options(name: str, settings: DataclassInstance) -> str:
+    """Write a name with all fields of a dataclass, which are numbers, as in ``slow(worker=3, factor=5)``."""
+    options = (f"{field.name}={plain(getattr(settings, field.name))}" for field in fields(settings))
+    return f"{name}({', '.join(options)})"

@@ -89,10 +89,6 @@ class Coded(ServerPolicy):
     def batches_per_commit(self, workers: int) -> int:
         return workers
 
-    def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
-        state.join(worker, incarnation)
-        return NOTHING
-
     def left(self, state: ServerState, worker: int, at: float) -> Actions:
         assert isinstance(state, CodedState)
         state.leave(worker)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from paceline.errors import UsageError
-from paceline.policies.messages import NOTHING, Action, Actions, Commit, Drop, Push, PushKind
+from paceline.policies.messages import Action, Actions, Commit, Drop, Push, PushKind
 from paceline.policies.server import ServerPolicy
 from paceline.policies.state import ServerState
 
@@ -83,16 +83,9 @@ class EASGD(ServerPolicy):
     def pushes_per_commit(self, workers: int) -> int:
         return 1
 
-    def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
-        state.join(worker, incarnation)
-        return NOTHING
-
     def left(self, state: ServerState, worker: int, at: float) -> Actions:
         state.leave(worker)
         return self._exchange(_own(state))  # it may have been this worker's turn
-
-    def asked(self, state: ServerState, worker: int, at: float) -> Actions:
-        return (state.send((worker,)),) if state.ask(worker) else NOTHING
 
     def pushed(self, state: ServerState, push: Push, at: float) -> Actions:
         if not state.end_step(push):

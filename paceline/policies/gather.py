@@ -36,16 +36,9 @@ class Gather(ServerPolicy):
     def committed(self, state: ServerState, pushes: tuple[Push, ...], at: float) -> None:
         """Record a commit in the state."""
 
-    def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
-        state.join(worker, incarnation)
-        return NOTHING
-
     def left(self, state: ServerState, worker: int, at: float) -> Actions:
         state.leave(worker)
         return self._commit_if_enough(state, at)  # a death can complete a round
-
-    def asked(self, state: ServerState, worker: int, at: float) -> Actions:
-        return (state.send((worker,)),) if state.ask(worker) else NOTHING
 
     def pushed(self, state: ServerState, push: Push, at: float) -> Actions:
         if not state.end_step(push):

@@ -95,17 +95,18 @@ class ServerPolicy(Policy, ABC):
         """The number of batches whose mean a commit takes at the start of a run; for learning-rate schedules."""
         return self.pushes_per_commit(workers)
 
-    @abstractmethod
     def joined(self, state: ServerState, worker: int, incarnation: int, at: float) -> Actions:
         """A worker has joined, for the first time or as a later incarnation."""
+        state.join(worker, incarnation)
+        return NOTHING
 
     @abstractmethod
     def left(self, state: ServerState, worker: int, at: float) -> Actions:
         """A worker has left or died, or an expected one will never come."""
 
-    @abstractmethod
     def asked(self, state: ServerState, worker: int, at: float) -> Actions:
         """A worker requests parameters; it has abandoned its step, if it had one."""
+        return (state.send((worker,)),) if state.ask(worker) else NOTHING
 
     @abstractmethod
     def pushed(self, state: ServerState, push: Push, at: float) -> Actions:

@@ -72,8 +72,8 @@ def copy_and_look(to: Tensor, tensor: Tensor, padded: Tensor) -> Look:
 def lies_plainly(tensor: Tensor, like: Tensor | None = None) -> bool:
     """Whether the tensor's numbers lie one behind the other in this host's memory, of the same kind as another's."""
     return (
-        tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
+        tensor.is_cpu
+        and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -47,6 +47,7 @@ class Parameters:
         self._memory = torch.zeros(layouts.down.nbytes, dtype=torch.uint8)
         self._views = layouts.down.views(self._memory)
         self.aside = Pieces(memory_of(self._memory))
+        self._lying: dict[int, Tensor] = {}  # tensors of the model that parameters come into
 
     @property
     def _tensors(self) -> list[Tensor]:
@@ -54,11 +55,13 @@ class Parameters:
 
     def in_model(self) -> Pieces:
         """The model's own memory where that can be, else what lies aside."""
-        return _joined(self._layouts.down, self._memory, self._lying())
+        pairs = enumerate(zip(self._tensors, self._views, strict=True))
+        self._lying = {index: tensor for index, (tensor, view) in pairs if _lies_well(tensor, view)}
+        return _joined(self._layouts.down, self._memory, self._lying)
 
     def take(self, came: Pieces) -> None:
         """Put the parameters that came into the model, unless they came there."""
-        lying = {} if came is self.aside else self._lying()
+        lying = {} if came is self.aside else self._lying
         with torch.no_grad():
             for index, (tensor, view) in enumerate(zip(self._tensors, self._views, strict=True)):
                 if index in lying:
@@ -70,10 +73,6 @@ class Parameters:
         """What came aside for the parameters that are trained."""
         pairs = zip(self._layouts.parameters, self._views, strict=False)
         return [view for parameter, view in pairs if parameter.requires_grad]
-
-    def _lying(self) -> dict[int, Tensor]:
-        pairs = zip(self._tensors, self._views, strict=True)
-        return {index: tensor for index, (tensor, view) in enumerate(pairs) if _lies_well(tensor, view)}
 
 
 def with_differences(layouts: ModelLayouts, memory: Tensor, push: Arena) -> Pieces:

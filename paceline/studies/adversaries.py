@@ -8,18 +8,20 @@ from typing import ClassVar
 from paceline.attacks import ATTACKS, parse_attack
 from paceline.errors import UsageError
 from paceline.policies import POLICIES
-from paceline.report.series import Axis
-from paceline.studies.arms import Arm, Trial, Trials, error, load_first, note_on, run_arms
+from paceline.problems import Problem
+from paceline.studies.arm_study import ArmStudy
+from paceline.studies.arms import Arm, Trials
 from paceline.studies.checks import check_counts
 from paceline.studies.intervals import interval
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.studies.measures import final_accuracy
+from paceline.studies.study import Cell, option
 
 MEAN, NOBODY = "mean", "none"  # the aggregator of the clean run, and its attack
 _CLOSE = 2.0  # points of accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdversariesStudy(Study):
+class AdversariesStudy(ArmStudy):
     """Train with some hostile workers under synchronous SGD, with every attack against every defence.
 
     The mean should fail where wrong pushes are large. The median, the trimmed mean and Krum should stay within 2 points
@@ -30,8 +32,6 @@ class AdversariesStudy(Study):
     name: ClassVar[str] = "adversaries"
     title: ClassVar[str] = "Attacks of hostile workers against defences"
 
-    problem: str = option("mnist", "What to train on; digits needs no data.")
-    model: str = option("net2", "The network.")
     examples: int | None = option(16000, "Training examples to use, the first ones.")
     workers: int = option(8, "All of them.")
     hostile: int = option(2, "Those that attack.")
@@ -56,7 +56,7 @@ class AdversariesStudy(Study):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "workers", "hostile", "batch_size", "epochs", "seeds")
+        check_counts(self, "workers", "hostile", "epochs")
         for attack in self.attacks:
             parse_attack(attack)
         if self.hostile > self.workers:
@@ -64,21 +64,7 @@ class AdversariesStudy(Study):
         if MEAN not in self.defences or not self.attacks:
             raise UsageError(f"study {self.name!r}: name attacks, and defences with {MEAN}, that of the clean run")
 
-    def run(self, context: StudyContext) -> StudyResult:
-        problem = load_first(self.problem, self.model, self.examples, context)
-        trials = run_arms(self._arms(), problem, self.seeds, context)
-        return trials.result(
-            self,
-            context.seed,
-            columns=(Column(name="attack"), *(Column(name=defence) for defence in self.defences)),
-            rows=tuple(self._row(attack, trials) for attack in (NOBODY, *self.attacks)),
-            x_axis=Axis(label="epoch"),
-            y_axis=Axis(label="test error (%)", scale="log"),
-            series=tuple(trials.curve(arm, error) for arm in trials.arms()),
-            notes=(*self._notes(), *self._verdicts(trials)),
-        )
-
-    def _arms(self) -> list[Arm]:
+    def arms(self, problem: Problem) -> list[Arm]:
         return [self._arm(attack, defence) for attack in (NOBODY, *self.attacks) for defence in self.defences]
 
     def _arm(self, attack: str, defence: str) -> Arm:
@@ -96,24 +82,33 @@ class AdversariesStudy(Study):
             judges=self.judges,
         )
 
-    def _row(self, attack: str, trials: Trials) -> tuple[Cell, ...]:
-        arms = [self._arm(attack, defence) for defence in self.defences]
-        return attack, *(trials.mean(arm, accuracy).show() if trials.of(arm, accuracy) else None for arm in arms)
+    def columns(self, trials: Trials) -> tuple[str, ...]:
+        return "attack", *self.defences
 
-    def _verdicts(self, trials: Trials) -> list[str]:
+    def rows(self, trials: Trials) -> list[tuple[Cell, ...]]:
+        """One for every attack."""
+        return [self.row(self._arm(attack, MEAN), trials) for attack in (NOBODY, *self.attacks)]
+
+    def row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
+        """All defences against the attack of an arm."""
+        arms = [self._arm(arm.group, defence) for defence in self.defences]
+        found = [trials.of(each, final_accuracy) for each in arms]
+        return arm.group, *(interval(values).show() if values else None for values in found)
+
+    def verdicts(self, trials: Trials) -> list[str]:
         """One line for each defence: under which attacks it is close to the clean run, and under which not."""
         clean, lines = self._arm(NOBODY, MEAN), []
         for defence in self.defences:
             found: dict[str, list[str]] = {"bears": [], "fails under": [], "nothing is shown under": []}
             for attack in self.attacks:
-                losses = trials.differences(clean, self._arm(attack, defence), accuracy)
+                losses = trials.differences(clean, self._arm(attack, defence), final_accuracy)
                 if losses:
                     found[_word(losses)].append(f"{attack} ({interval(losses).show()})")
             parts = [f"{word} {', '.join(those)}" for word, those in found.items() if those]
             lines.append(f"{defence}: {'; '.join(parts)}.")
         return lines
 
-    def _notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         return (
             "Attacks and defences are those of Blanchard et al. (2017), Chen et al. (2018), Yin et al. (2018), "
             "Baruch et al. (2019), Fang et al. (2020) and Pillutla et al. (2022). Cells are the test accuracy at the "
@@ -121,14 +116,9 @@ class AdversariesStudy(Study):
             f"{self.problem}, {self.model}, the first {self.examples} training examples, {self.epochs} epochs, "
             f"{self.optimizer}; {self.workers} workers with batches of {self.batch_size}, of which {self.hostile} "
             "attack. Each hostile worker knows its own batch alone.",
-            f"{note_on(self.seeds)} A defence bears an attack if the interval of what it loses against the clean "
+            f"{self.note_on_seeds()} A defence bears an attack if the interval of what it loses against the clean "
             f"run is below {_CLOSE:g} points, and fails if it is above; what it loses is in brackets.",
         )
-
-
-def accuracy(trial: Trial) -> float:
-    """On the test data at the end, in %."""
-    return 100 * trial.last.value
 
 
 def _word(losses: list[float]) -> str:

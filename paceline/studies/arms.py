@@ -14,12 +14,12 @@ from paceline.attacks import attacked
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError
 from paceline.policies import ServerPolicy, parse_policy
-from paceline.problems import Problem, ProblemOptions, load_problem
-from paceline.report.series import Axis, Series
+from paceline.problems import Problem
+from paceline.report.series import Series
 from paceline.schedules import ScheduleConfig
 from paceline.studies.intervals import Interval, interval
 from paceline.studies.outcomes import record_of
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult
+from paceline.studies.study import StudyContext
 from paceline.threads import one_thread
 from paceline.training.train import evaluate
 from paceline.virtual.plan import Point, TrainingOutcome, TrainingPlan
@@ -94,11 +94,6 @@ class Trial:
         """The end of its curve."""
         return self.outcome.curve[-1]
 
-    @property
-    def error(self) -> float:
-        """The percentage of test examples that are not classified rightly, at the end."""
-        return error(self.last)
-
     def time_to(self, problem: Problem, target: float) -> float:
         """The virtual time at which the metric first reached the target on the test data; infinite if never."""
         reached = self.outcome.time_to(problem, target)
@@ -122,6 +117,7 @@ Measure = Callable[[Trial], float]
 class Trials:
     """The trials of all arms; after an interrupt there are fewer."""
 
+    problem: Problem
     done: tuple[Trial, ...]
     interrupted_at: str | None  # None if it was not
 
@@ -141,6 +137,14 @@ class Trials:
         """The arms with a trial, in their order."""
         return list(dict.fromkeys(trial.arm for trial in self.done))
 
+    def time_to(self, target: float) -> Measure:
+        """The measurement ``Trial.time_to`` of the problem."""
+        return lambda trial: trial.time_to(self.problem, target)
+
+    def epochs_to(self, target: float) -> Measure:
+        """The measurement ``Trial.epochs_to`` of the problem."""
+        return lambda trial: trial.epochs_to(self.problem, target)
+
     def curve(self, arm: Arm, y: Callable[[Point], float], *, by_time: bool = False) -> Series:
         """The mean of ``y`` over the seeds, against the epochs or the mean time; the start is left out."""
         trials = [trial for trial in self.done if trial.arm == arm]
@@ -152,34 +156,6 @@ class Trials:
             panel=arm.group,
             x=tuple(times if by_time else [column[0].commits / per_epoch for column in points]),
             y=tuple(interval([*map(y, column)]).mean for column in points),
-        )
-
-    def result(
-        self,
-        study: Study,
-        seed: int,
-        *,
-        columns: tuple[Column, ...],
-        rows: tuple[tuple[Cell, ...], ...],
-        x_axis: Axis,
-        y_axis: Axis,
-        series: tuple[Series, ...],
-        notes: tuple[str, ...],
-        missing: str | None = None,
-    ) -> StudyResult:
-        """What a study has found by these trials; ``missing`` is what it could not find out, beside an interrupt."""
-        return StudyResult(
-            study=study,
-            seed=seed,
-            columns=columns,
-            rows=rows,
-            x_axis=x_axis,
-            y_axis=y_axis,
-            series=series,
-            notes=notes,
-            records=tuple(trial.as_record() for trial in self.done),
-            missing=self.interrupted_at or missing,
-            interrupted=self.interrupted_at is not None,
         )
 
 
@@ -201,10 +177,10 @@ def run_arms(arms: Sequence[Arm], problem: Problem, seeds: int, context: StudyCo
                 where = f"interrupted in training {number + 1} of {len(cases)}"
                 if not done:
                     raise KeyboardInterrupt(where) from None
-                return Trials(done=tuple(done), interrupted_at=where)
+                return Trials(problem=problem, done=tuple(done), interrupted_at=where)
             done.append(trial)
         context.tell("done", len(cases), len(cases))
-    return Trials(done=tuple(done), interrupted_at=None)
+    return Trials(problem=problem, done=tuple(done), interrupted_at=None)
 
 
 def _train(arm: Arm, problem: Problem, seed: int, stop: Sequence[object]) -> Trial | None:
@@ -217,23 +193,9 @@ def _train(arm: Arm, problem: Problem, seed: int, stop: Sequence[object]) -> Tri
     return Trial(arm=arm, seed=seed, outcome=training.outcome(), train_loss=loss, train_value=value)
 
 
-def note_on(seeds: int) -> str:
-    """Say what the intervals and verdicts are made of."""
-    return (
-        f"Seeds: {seeds}. Numbers are means over them, +- half the 95 % interval. A claim holds if that of the paired "
-        "differences is above 0."
-    )
-
-
 def error(point: Point) -> float:
-    """The percentage of examples that are not classified rightly."""
+    """The percentage of test examples that are not classified rightly."""
     return 100 * (1 - point.value)
-
-
-def load_first(name: str, model: str | None, examples: int | None, context: StudyContext, **options: bool) -> Problem:
-    """Load a problem with the first ``examples`` of its training data; None: all. ``options`` are the problem's."""
-    problem = load_problem(name, ProblemOptions(data=context.data, model=model, seed=context.seed, **options))
-    return problem if examples is None else dataclasses.replace(problem, train=first(problem.train, examples))
 
 
 def first(dataset: Dataset[Any], examples: int) -> TensorDataset:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.report.series import Axis
-from paceline.studies.arms import Arm, Trial, Trials, load_first, note_on, run_arms
+from paceline.problems import Problem
+from paceline.report.series import Axis, Series
+from paceline.studies.arm_study import ArmStudy
+from paceline.studies.arms import Arm, Trial, Trials
 from paceline.studies.checks import check_counts
 from paceline.studies.intervals import agreement
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.studies.measures import final_loss, staleness
+from paceline.studies.study import Cell, Column, option
 from paceline.virtual.formulas import mean_staleness
 
 PAIRS = (("k-sync", "k-batch-sync"), ("k-async", "k-batch-async"))  # by learners, by mini-batches
@@ -20,7 +23,7 @@ _WITHIN = 5.0  # per cent of the loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchesOrLearnersStudy(Study):
+class BatchesOrLearnersStudy(ArmStudy):
     """Train under policies that count learners and under those that count mini-batches, for equally many commits.
 
     The deck says that a commit of k mini-batches is worth one of k learners, with or without waiting. The staleness of
@@ -31,8 +34,6 @@ class BatchesOrLearnersStudy(Study):
     name: ClassVar[str] = "batches-or-learners"
     title: ClassVar[str] = "Commits of k mini-batches against commits of k learners"
 
-    problem: str = option("mnist", "What to train on; digits needs no data.")
-    model: str = option("net2", "The network.")
     examples: int | None = option(10_000, "Training examples to use, the first ones.")
     workers: int = option(8, "P.")
     ks: tuple[int, ...] = option((2, 4), "Pushes of a commit.")
@@ -41,41 +42,16 @@ class BatchesOrLearnersStudy(Study):
     epochs: int = option(3, "Of every run.")
     delay: str = option("exp(1)", "How long a worker computes on a mini-batch.")
     judges: int | None = option(2000, "Examples to evaluate on, the first ones.")
-    seeds: int = option(5, "Runs of every line.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "workers", "batch_size", "epochs", "seeds")
+        check_counts(self, "workers", "epochs")
         if not self.ks or not 1 <= min(self.ks) <= max(self.ks) <= self.workers or len(set(self.ks)) < len(self.ks):
             raise UsageError(f"study {self.name!r}: ks are different numbers from 1 to {self.workers}, got {self.ks}")
         if not self.rates or not 0 < min(self.rates) <= max(self.rates) < math.inf:
             raise UsageError(f"study {self.name!r}: rates are numbers above 0, got {self.rates}")
 
-    def run(self, context: StudyContext) -> StudyResult:
-        problem = load_first(self.problem, self.model, self.examples, context)
-        trials = run_arms(self._arms(), problem, self.seeds, context)
-        return trials.result(
-            self,
-            context.seed,
-            columns=(
-                Column(name="policy"),
-                Column(name="rate"),
-                Column(name="commits"),
-                Column(name="s/commit", decimals=3),
-                Column(name="staleness"),
-                Column(name="in theory"),
-                Column(name="loss on the way"),
-                Column(name="loss at the end"),
-                Column(name=f"{problem.metric.name} at the end"),
-            ),
-            rows=tuple(self._row(arm, trials) for arm in trials.arms()),
-            x_axis=Axis(label="epoch"),
-            y_axis=Axis(label="test loss", scale="log"),
-            series=tuple(trials.curve(arm, lambda point: point.loss) for arm in trials.arms()),
-            notes=(*self._notes(), *self._verdicts(trials)),
-        )
-
-    def _arms(self) -> list[Arm]:
+    def arms(self, problem: Problem) -> list[Arm]:
         return [self._arm(name, k, rate) for rate in self.rates for k in self.ks for pair in PAIRS for name in pair]
 
     def _arm(self, name: str, k: int, rate: float) -> Arm:
@@ -92,7 +68,18 @@ class BatchesOrLearnersStudy(Study):
             judges=self.judges,
         )
 
-    def _row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
+    def columns(self, trials: Trials) -> tuple[Column | str, ...]:
+        times = "commits", Column(name="s/commit", decimals=3), "staleness", "in theory"
+        at_end = "loss at the end", f"{trials.problem.metric.name} at the end"
+        return "policy", "rate", *times, "loss on the way", *at_end
+
+    def axes(self) -> tuple[Axis, Axis]:
+        return Axis(label="epoch"), Axis(label="test loss", scale="log")
+
+    def series(self, trials: Trials) -> list[Series]:
+        return [trials.curve(arm, lambda point: point.loss) for arm in trials.arms()]
+
+    def row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
         run = trials.done[[trial.arm for trial in trials.done].index(arm)].outcome.run
         k = int(arm.policy.partition("=")[2].rstrip(")"))
         return (
@@ -100,14 +87,14 @@ class BatchesOrLearnersStudy(Study):
             arm.group.partition("rate ")[2],
             run.commits,
             trials.mean(arm, lambda trial: trial.outcome.run.iteration).mean,
-            trials.mean(arm, lambda trial: trial.outcome.run.staleness).show(),
+            trials.mean(arm, staleness).show(),
             mean_staleness(arm.name, arm.workers, k),
             trials.mean(arm, on_the_way).show(4),
-            trials.mean(arm, lambda trial: trial.last.loss).show(4),
+            trials.mean(arm, final_loss).show(4),
             trials.mean(arm, lambda trial: trial.last.value).show(4),
         )
 
-    def _verdicts(self, trials: Trials) -> list[str]:
+    def verdicts(self, trials: Trials) -> list[str]:
         return [
             agreement(
                 f"{batches}(k={k}) has the loss of {learners}(k={k}) on the way, at rate {rate:g}",
@@ -121,7 +108,7 @@ class BatchesOrLearnersStudy(Study):
             if all(found := [trials.of(self._arm(name, k, rate), on_the_way) for name in (learners, batches)])
         ]
 
-    def _notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         return (
             'After "Synchronous SGD Variants" and "Asynchronous SGD and Variants" in DS-UA 301, lecture 10 (Dutta et '
             "al., 2018), where the convergence of each policy per commit is said to be that of the other of its pair.",
@@ -130,7 +117,7 @@ class BatchesOrLearnersStudy(Study):
             "free. Policies of the same k make equally many commits.",
             f"Losses are on the test data. On the way is the mean over {8 * self.epochs} evaluations, after equally "
             "many commits each.",
-            f"{note_on(self.seeds)} Losses agree if that is within {_WITHIN:g} % of 0.",
+            f"{self.note_on_seeds()} Losses agree if that is within {_WITHIN:g} % of 0.",
         )
 
 

@@ -7,12 +7,14 @@ from typing import ClassVar
 
 from paceline.data.sampler import ShardedSampler
 from paceline.problems import Problem
-from paceline.report.series import Axis
+from paceline.report.series import Axis, Series
 from paceline.schedules import ScheduleConfig
-from paceline.studies.arms import Arm, Trial, Trials, load_first, note_on, run_arms
+from paceline.studies.arm_study import ArmStudy
+from paceline.studies.arms import Arm, Trials
 from paceline.studies.checks import check_counts, check_positive
 from paceline.studies.intervals import verdict
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.studies.measures import final_loss, megabytes_sent, run_seconds
+from paceline.studies.study import Cell, Column, option
 from paceline.virtual.simulate import Scenario, simulate
 
 ALONE, EQUAL_STEPS, EQUAL_TIME = "one worker", "all-reduce, equal steps", "all-reduce, equal time"
@@ -22,7 +24,7 @@ PUBLISHED = {ALONE: 16.23, EQUAL_STEPS: 15.30, PUBLISHED_NESTEROV: 15.02}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCoStudy(Study):
+class DiLoCoStudy(ArmStudy):
     """Train a language model of characters over a slow link: DiLoCo, local SGD, and all-reduce in equal time or steps.
 
     DiLoCo should send H times less than all-reduce, end no worse than it in equal time, and better than local SGD,
@@ -42,36 +44,13 @@ class DiLoCoStudy(Study):
     outer_momentum: float = option(0.5, "Of DiLoCo, beside the published 0.9, which suits more rounds.")
     link: str = option("10ms 100kB/s", "Of every worker; a step takes a second.")
     judges: int | None = option(100, "Examples to evaluate on, the first ones.")
-    seeds: int = option(5, "Runs of every line.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "workers", "every", "steps", "batch_size", "seeds")
+        check_counts(self, "workers", "every", "steps")
         check_positive(self, "rate")
 
-    def run(self, context: StudyContext) -> StudyResult:
-        problem = load_first(self.problem, self.model, None, context)
-        trials = run_arms(self._arms(problem), problem, self.seeds, context)
-        return trials.result(
-            self,
-            context.seed,
-            columns=(
-                Column(name="algorithm"),
-                Column(name="workers"),
-                Column(name="steps"),
-                Column(name="virtual s", decimals=0),
-                Column(name="MB sent"),
-                Column(name="test loss"),
-                Column(name="published perplexity"),
-            ),
-            rows=tuple(self._row(arm, trials) for arm in trials.arms()),
-            x_axis=Axis(label="virtual seconds", scale="log"),
-            y_axis=Axis(label="test loss"),
-            series=tuple(trials.curve(arm, lambda point: point.loss, by_time=True) for arm in trials.arms()),
-            notes=(*self._notes(), *self._verdicts(trials)),
-        )
-
-    def _arms(self, problem: Problem) -> list[Arm]:
+    def arms(self, problem: Problem) -> list[Arm]:
         every, outer = self.every, self.outer_momentum
         return [
             self._arm(problem, ALONE, "all-reduce", self.steps, workers=1),
@@ -110,32 +89,42 @@ class DiLoCoStudy(Study):
         seconds = simulate(diloco, commits=self.steps).seconds
         return max(1, int(seconds / simulate(all_reduce).iteration))
 
-    def _row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
+    def columns(self, trials: Trials) -> tuple[Column | str, ...]:
+        measured = Column(name="virtual s", decimals=0), "MB sent", "test loss"
+        return "algorithm", "workers", "steps", *measured, "published perplexity"
+
+    def axes(self) -> tuple[Axis, Axis]:
+        return Axis(label="virtual seconds", scale="log"), Axis(label="test loss")
+
+    def series(self, trials: Trials) -> list[Series]:
+        return [trials.curve(arm, lambda point: point.loss, by_time=True) for arm in trials.arms()]
+
+    def row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
         return (
             arm.name,
             arm.workers,
             round(trials.mean(arm, lambda trial: trial.last.commits).mean),
-            trials.mean(arm, lambda trial: trial.outcome.run.seconds).mean,
-            trials.mean(arm, lambda trial: trial.outcome.run.bytes_out / 1e6).mean,
-            trials.mean(arm, lambda trial: trial.last.loss).show(3),
+            trials.mean(arm, run_seconds).mean,
+            trials.mean(arm, megabytes_sent).mean,
+            trials.mean(arm, final_loss).show(3),
             PUBLISHED.get(arm.name),
         )
 
-    def _verdicts(self, trials: Trials) -> list[str]:
+    def verdicts(self, trials: Trials) -> list[str]:
         arms = {arm.name: arm for arm in trials.arms()}
         claims = [(ALONE, NESTEROV), (EQUAL_TIME, NESTEROV), (AVERAGES, NESTEROV), (EQUAL_STEPS, NESTEROV)]
         found = [
             verdict(f"{better} has a lower test loss than {worse}", differences, "nats", decimals=3)
             for worse, better in claims
             if {worse, better} <= arms.keys()
-            and (differences := trials.differences(arms[worse], arms[better], lambda trial: trial.last.loss))
+            and (differences := trials.differences(arms[worse], arms[better], final_loss))
         ]
         if {EQUAL_STEPS, NESTEROV} <= arms.keys():
-            often, seldom = (trials.mean(arms[name], _sent).mean for name in (EQUAL_STEPS, NESTEROV))
+            often, seldom = (trials.mean(arms[name], megabytes_sent).mean for name in (EQUAL_STEPS, NESTEROV))
             found.append(f"In as many steps DiLoCo sends {often / seldom:.1f} times less than all-reduce.")
         return found
 
-    def _notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         return (
             "After Douillard et al., 2023 (DiLoCo). The published perplexities are of 150M parameters on C4, 8 workers "
             "and H = 500; they compare with data parallelism in as many steps, at a batch 8 times that of one worker.",
@@ -143,9 +132,5 @@ class DiLoCoStudy(Study):
             f"worker, H = {self.every}. DiLoCo has the outer rate 0.7 and Nesterov momentum {self.outer_momentum:g}; "
             "local SGD averages the parameters, which is an outer rate of 1 without momentum. A step takes one virtual "
             f"second, messages what a link of {self.link} makes them take.",
-            note_on(self.seeds),
+            self.note_on_seeds(),
         )
-
-
-def _sent(trial: Trial) -> float:
-    return trial.outcome.run.bytes_out

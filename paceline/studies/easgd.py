@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.problems import Problem
-from paceline.report.series import Axis
-from paceline.studies.arms import Arm, Trial, Trials, error, load_first, note_on, run_arms
+from paceline.problems import Problem, ProblemOptions
+from paceline.report.series import Axis, Series
+from paceline.studies.arm_study import ArmStudy
+from paceline.studies.arms import Arm, Trials, error
 from paceline.studies.checks import check_counts
 from paceline.studies.intervals import agreement, verdict
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.studies.measures import final_error, run_seconds, waits
+from paceline.studies.study import Cell, Column, StudyContext, option
 
 DOWNPOUR, EASGD, EAMSGD = "DOWNPOUR", "EASGD", "EAMSGD"
 ROUND_ROBIN, FIRST_COME, TREE, RING = "round-robin", "first-come", "all by a tree", "all by a ring"
@@ -23,7 +25,7 @@ _CLOSE = 2.0  # points of error
 
 
 @dataclass(frozen=True, kw_only=True)
-class EASGDStudy(Study):
+class EASGDStudy(ArmStudy):
     """Train with DOWNPOUR, EASGD and EAMSGD over periods of several lengths, and EASGD with several ways to exchange.
 
     DOWNPOUR should turn unstable as the period grows, EASGD should not, and EAMSGD should be best (Zhang et al., 2015).
@@ -34,51 +36,30 @@ class EASGDStudy(Study):
     name: ClassVar[str] = "easgd"
     title: ClassVar[str] = "Elastic averaging over long periods"
 
-    problem: str = option("mnist", "What to train on; digits needs no data.")
-    model: str = option("net2", "The network.")
     examples: int | None = option(6000, "Training examples to use, the first ones.")
     workers: int = option(4, "Of the lines with periods.")
     periods: tuple[int, ...] = option((1, 4, 16, 64), "Local steps between two exchanges.")
     momenta: tuple[float, ...] = option((0.99, 0.9), "Of EAMSGD; 0.99 is published.")
     crowds: tuple[int, ...] = option((4, 16), "Numbers of workers that exchange in every step, in several ways.")
-    batch_size: int = option(16, "Of each worker.")
     epochs: int = option(8, "Of every run.")
     target: float = option(0.88, "Accuracy to reach.")
     delay: str = option("1+exp(4)", "How long a worker computes on a mini-batch.")
     link: str = option("1ms 600kB/s", "Of the server, or of every peer.")
     judges: int | None = option(2000, "Examples to evaluate on, the first ones.")
-    seeds: int = option(5, "Runs of every line.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "workers", "batch_size", "epochs", "seeds")
+        check_counts(self, "workers", "epochs")
         for name in ("periods", "crowds", "momenta"):
             numbers = getattr(self, name)
             if len(set(numbers)) < len(numbers) or min(numbers, default=1) <= 0:
                 raise UsageError(f"study {self.name!r}: {name} are different numbers above 0, got {numbers}")
 
-    def run(self, context: StudyContext) -> StudyResult:
-        problem = load_first(self.problem, self.model, self.examples, context, normalise=True, xavier=True)
-        trials = run_arms([*self._periods_of()], problem, self.seeds, context)
-        return trials.result(
-            self,
-            context.seed,
-            columns=(
-                Column(name="algorithm"),
-                Column(name="workers"),
-                Column(name="period"),
-                Column(name="rate"),
-                Column(name="error %"),
-                Column(name="virtual s", decimals=0),
-                Column(name=f"s to {self.target:g}"),
-                Column(name="waits %", decimals=1),
-            ),
-            rows=tuple(self._row(arm, trials, problem) for arm in trials.arms()),
-            x_axis=Axis(label="virtual seconds"),
-            y_axis=Axis(label="test error (%)", scale="log"),
-            series=tuple(trials.curve(arm, error, by_time=True) for arm in trials.arms()),
-            notes=(*self._notes(), *self._verdicts(trials, problem)),
-        )
+    def problem_options(self, context: StudyContext) -> ProblemOptions:
+        return dataclasses.replace(super().problem_options(context), normalise=True, xavier=True)
+
+    def arms(self, problem: Problem) -> list[Arm]:
+        return [*self._periods_of()]
 
     def _periods_of(self) -> dict[Arm, int]:
         """All arms, with their periods: those with several periods, then those that exchange in several ways."""
@@ -119,21 +100,31 @@ class EASGDStudy(Study):
             judges=self.judges,
         )
 
-    def _row(self, arm: Arm, trials: Trials, problem: Problem) -> tuple[Cell, ...]:
-        seconds = trials.mean(arm, lambda trial: trial.time_to(problem, self.target))
+    def columns(self, trials: Trials) -> tuple[Column | str, ...]:
+        times = Column(name="virtual s", decimals=0), f"s to {self.target:g}", Column(name="waits %", decimals=1)
+        return "algorithm", "workers", "period", "rate", "error %", *times
+
+    def axes(self) -> tuple[Axis, Axis]:
+        return Axis(label="virtual seconds"), Axis(label="test error (%)", scale="log")
+
+    def series(self, trials: Trials) -> list[Series]:
+        return [trials.curve(arm, error, by_time=True) for arm in trials.arms()]
+
+    def row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
+        seconds = trials.mean(arm, trials.time_to(self.target))
         return (
             arm.name,
             arm.workers,
             self._periods_of()[arm],
             _rate_of(arm.name),
             trials.mean(arm, final_error).show(),
-            trials.mean(arm, lambda trial: trial.outcome.run.seconds).mean,
+            trials.mean(arm, run_seconds).mean,
             seconds.show(0) if math.isfinite(seconds.mean) else None,
             trials.mean(arm, waits).mean,
         )
 
-    def _verdicts(self, trials: Trials, problem: Problem) -> list[str]:
-        return [*self._on_periods(trials), *self._on_ways(trials, problem)]
+    def verdicts(self, trials: Trials) -> list[str]:
+        return [*self._on_periods(trials), *self._on_ways(trials)]
 
     def _on_periods(self, trials: Trials) -> list[str]:
         first, last = min(self.periods, default=1), max(self.periods, default=1)
@@ -156,13 +147,13 @@ class EASGDStudy(Study):
         """By how much the error of the longest period is higher than that of the shortest, with each seed."""
         return trials.differences(self._arm(name, max(self.periods)), self._arm(name, min(self.periods)), final_error)
 
-    def _on_ways(self, trials: Trials, problem: Problem) -> list[str]:
+    def _on_ways(self, trials: Trials) -> list[str]:
         found = []
         for crowd in self.crowds:
             slow = self._way(ROUND_ROBIN, crowd)
             for name in (FIRST_COME, TREE, RING):
                 arm = self._way(name, crowd)
-                times = [trials.of(each, lambda trial: trial.time_to(problem, self.target)) for each in (slow, arm)]
+                times = [trials.of(each, trials.time_to(self.target)) for each in (slow, arm)]
                 faster = [
                     math.log(one / other)
                     for one, other in zip(*times, strict=False)
@@ -180,7 +171,7 @@ class EASGDStudy(Study):
                 found.append(f"Of their time, {crowd} workers wait {', '.join(shares)}.")
         return found
 
-    def _notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         return (
             "After Zhang et al. (2015), where DOWNPOUR trained networks on CIFAR-10 well with periods of 1 and 4 only, "
             "and You et al. (2017), where communication took 87 % of the time with round-robin exchanges, and 14 % "
@@ -192,18 +183,8 @@ class EASGDStudy(Study):
             f"Compute times are {self.delay}; messages cross a link of {self.link} at the server, or at every peer. "
             "Lines with periods exchange in the order in which workers come. Waits are the share of the time in which "
             "workers do not compute.",
-            note_on(self.seeds),
+            self.note_on_seeds(),
         )
-
-
-def final_error(trial: Trial) -> float:
-    """On the test data at the end, in %."""
-    return trial.error
-
-
-def waits(trial: Trial) -> float:
-    """The share of the time in which workers do not compute, in %."""
-    return 100 * trial.outcome.run.waiting
 
 
 def _with_momentum(momentum: float) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.problems import Problem
 from paceline.report.series import Axis, Series
 from paceline.schedules import ScheduleConfig
-from paceline.studies.arms import Arm, Trial, Trials, load_first, note_on, run_arms
+from paceline.studies.arm_study import ArmStudy
+from paceline.studies.arms import Arm, Trials
 from paceline.studies.checks import check_counts, check_different, check_positive
 from paceline.studies.intervals import verdict
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.studies.measures import final_accuracy, megabytes_sent, train_loss
+from paceline.studies.study import Cell, Column, option
 
 BOTH, LOCAL = "both", "local SGD"
 # The mini-batch is H times that of a local step, and its rate H to this power times that of local SGD.
@@ -18,7 +21,7 @@ POWERS = {"mini-batch, same rate": 0.0, "mini-batch, rate x sqrt(H)": 0.5, "mini
 
 
 @dataclass(frozen=True, kw_only=True)
-class EffectiveBatchStudy(Study):
+class EffectiveBatchStudy(ArmStudy):
     """Train with H local steps between two averages, and with mini-batches of as many examples, in equal epochs.
 
     Both use the same examples between two exchanges, and exchange as often. Local SGD should be better, the more so
@@ -29,42 +32,22 @@ class EffectiveBatchStudy(Study):
     title: ClassVar[str] = "Local steps against larger batches"
 
     problem: str = option("cifar10", "What to train on; digits needs no data.")
-    model: str = option("lenet", "The network.")
+    model: str | None = option("lenet", "The network.")
     examples: int | None = option(4096, "Training examples to use, the first ones.")
     workers: int = option(8, "K, of every line.")
-    batch_size: int = option(8, "B, of each worker in a local step; H times as many in a mini-batch.")
     every: tuple[int, ...] = option((2, 4, 8, 16), "H, local steps between two exchanges; beside 1, which is both.")
+    batch_size: int = option(8, "B, of each worker in a local step; H times as many in a mini-batch.")
     rate: float = option(0.04, "Learning rate of local SGD, and of H = 1.")
     epochs: int = option(8, "Of every run; the rate falls to a tenth after a half and again after three quarters.")
-    seeds: int = option(5, "Runs of every line.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "workers", "batch_size", "epochs", "seeds")
+        check_counts(self, "workers", "epochs")
         check_positive(self, "rate")
         check_different(self, "every", least=2)
 
-    def run(self, context: StudyContext) -> StudyResult:
-        problem = load_first(self.problem, self.model, self.examples, context)
-        trials = run_arms([*self._lines().values()], problem, self.seeds, context)
-        return trials.result(
-            self,
-            context.seed,
-            columns=(
-                Column(name="H"),
-                Column(name="algorithm"),
-                Column(name="batch of all"),
-                Column(name="rate", decimals=3),
-                Column(name="MB sent"),
-                Column(name="training loss"),
-                Column(name="test accuracy %"),
-            ),
-            rows=tuple(self._row(*key, arm, trials) for key, arm in self._lines().items() if arm in trials.arms()),
-            x_axis=Axis(label="H", scale="log"),
-            y_axis=Axis(label="test accuracy (%)"),
-            series=tuple(self._series(name, trials) for name in (LOCAL, *POWERS)),
-            notes=(*self._notes(), *self._verdicts(trials)),
-        )
+    def arms(self, problem: Problem) -> list[Arm]:
+        return [*self._lines().values()]
 
     def _lines(self) -> dict[tuple[int, str], Arm]:
         """The arms by H and algorithm; with H = 1 all algorithms are the same."""
@@ -92,40 +75,51 @@ class EffectiveBatchStudy(Study):
     def _rate(self, every: int, name: str) -> float:
         return float(self.rate * every ** POWERS.get(name, 0.0))
 
-    def _row(self, every: int, name: str, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
+    def columns(self, trials: Trials) -> tuple[Column | str, ...]:
+        measured = "MB sent", "training loss", "test accuracy %"
+        return "H", "algorithm", "batch of all", Column(name="rate", decimals=3), *measured
+
+    def row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
+        every, name = next(key for key, line in self._lines().items() if line == arm)
         return (
             every,
             name,
             arm.batch_size * arm.workers,
             self._rate(every, name),
-            trials.mean(arm, lambda trial: trial.outcome.run.bytes_out / 1e6).mean,
-            trials.mean(arm, lambda trial: trial.train_loss).show(3),
-            trials.mean(arm, _accuracy).show(),
+            trials.mean(arm, megabytes_sent).mean,
+            trials.mean(arm, train_loss).show(3),
+            trials.mean(arm, final_accuracy).show(),
         )
 
-    def _series(self, name: str, trials: Trials) -> Series:
+    def axes(self) -> tuple[Axis, Axis]:
+        return Axis(label="H", scale="log"), Axis(label="test accuracy (%)")
+
+    def series(self, trials: Trials) -> list[Series]:
+        return [self._curve(name, trials) for name in (LOCAL, *POWERS)]
+
+    def _curve(self, name: str, trials: Trials) -> Series:
         """The test accuracy over H, from where all are the same."""
         found = [
-            (every, trials.mean(arm, _accuracy).mean)
+            (every, trials.mean(arm, final_accuracy).mean)
             for (every, algorithm), arm in self._lines().items()
             if algorithm in (BOTH, name) and arm in trials.arms()
         ]
         x, y = zip(*found, strict=True)
         return Series(label=name, panel=f"{self.problem}, {self.model}, K = {self.workers}", x=x, y=y)
 
-    def _verdicts(self, trials: Trials) -> list[str]:
+    def verdicts(self, trials: Trials) -> list[str]:
         """Local SGD against the mini-batch at the rate with the highest mean."""
         lines, found = self._lines(), []
         for every in sorted(self.every):
             local, others = lines[every, LOCAL], {name: lines[every, name] for name in POWERS}
             if not {local, *others.values()} <= set(trials.arms()):
                 continue
-            best = max(others, key=lambda name: trials.mean(others[name], _accuracy).mean)
+            best = max(others, key=lambda name: trials.mean(others[name], final_accuracy).mean)
             claim = f"With H = {every} local SGD has a higher test accuracy than {best}"
-            found.append(verdict(claim, trials.differences(local, others[best], _accuracy), "points"))
+            found.append(verdict(claim, trials.differences(local, others[best], final_accuracy), "points"))
         return found
 
-    def _notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         return (
             'After "Local SGD outperforms mini-batch SGD at the same effective batch size and communication ratio" in '
             "the lecture on local SGD (Lin et al., 2020), whose figures have no numbers.",
@@ -134,9 +128,5 @@ class EffectiveBatchStudy(Study):
             f"each of {self.workers} workers uses H times {self.batch_size} examples: in H local steps, or in one "
             "mini-batch. MB are those that all workers send, in a ring.",
             "A mini-batch is judged by the rate at which its mean accuracy is highest; local SGD has one rate.",
-            note_on(self.seeds),
+            self.note_on_seeds(),
         )
-
-
-def _accuracy(trial: Trial) -> float:
-    return 100 * trial.last.value

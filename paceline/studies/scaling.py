@@ -10,16 +10,18 @@ from paceline.errors import UsageError
 from paceline.problems import Problem
 from paceline.report.series import Axis, Series
 from paceline.schedules import ScheduleConfig
-from paceline.studies.arms import Arm, Trial, Trials, load_first, note_on, run_arms
+from paceline.studies.arm_study import ArmStudy
+from paceline.studies.arms import Arm, Trial, Trials
 from paceline.studies.checks import check_counts, check_different, check_positive
 from paceline.studies.intervals import Interval, verdict
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.studies.measures import megabytes_sent, waits
+from paceline.studies.study import Cell, Column, option
 
 _POINTS = 24  # evaluations of every run
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingStudy(Study):
+class ScalingStudy(ArmStudy):
     """Train to a target on one to many virtual workers over a slow link, averaging gradients or parameters.
 
     The batch of a worker stays the same, so more workers need fewer steps, and more messages for the same data. The
@@ -29,53 +31,26 @@ class ScalingStudy(Study):
     name: ClassVar[str] = "scaling"
     title: ClassVar[str] = "Time to a target on more workers"
 
-    problem: str = option("mnist", "What to train on; digits needs no data.")
-    model: str = option("lenet", "The network.")
+    model: str | None = option("lenet", "The network.")
     examples: int | None = option(10_000, "Training examples to use, the first ones.")
     workers: tuple[int, ...] = option((1, 4, 16), "Numbers of workers.")
     policies: tuple[str, ...] = option(("all-reduce", "local-sgd(every=8)"), "With commas between.")
-    batch_size: int = option(16, "Of each worker.")
     rate: float = option(0.005, "Learning rate for a worker's batch, scaled linearly to that of all.")
     epochs: int = option(3, "Of every run.")
     target: float = option(0.92, "Accuracy to reach.")
     judges: int | None = option(2000, "Test examples to measure it on, the first ones.")
     delay: str = option("1+exp(4)", "How long a worker computes on a mini-batch.")
     link: str = option("1ms 500kB/s", "Of every worker.")
-    seeds: int = option(5, "Runs of every line.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "batch_size", "epochs", "seeds")
+        check_counts(self, "epochs")
         check_positive(self, "rate")
         check_different(self, "workers", least=1)
         if not self.policies or len(set(self.policies)) < len(self.policies):
             raise UsageError(f"study {self.name!r} needs different policies, as in --policies all-reduce,gossip")
 
-    def run(self, context: StudyContext) -> StudyResult:
-        problem = load_first(self.problem, self.model, self.examples, context)
-        trials = run_arms(self._arms(), problem, self.seeds, context)
-        return trials.result(
-            self,
-            context.seed,
-            columns=(
-                Column(name="policy"),
-                Column(name="workers"),
-                Column(name="s/step", decimals=3),
-                Column(name="waits %", decimals=1),
-                Column(name="MB sent"),
-                Column(name=f"epochs to {self.target:g}"),
-                Column(name=f"s to {self.target:g}"),
-                Column(name="speed-up"),
-            ),
-            rows=tuple(self._row(arm, trials, problem) for arm in trials.arms()),
-            x_axis=Axis(label="workers", scale="log"),
-            y_axis=Axis(label=f"virtual seconds to {self.target:g}", scale="log"),
-            series=tuple(self._series(policy, trials, problem) for policy in self.policies),
-            notes=(*self._notes(), *self._verdicts(trials, problem)),
-            missing=None if trials.interrupted_at else self._missed(trials, problem),
-        )
-
-    def _arms(self) -> list[Arm]:
+    def arms(self, problem: Problem) -> list[Arm]:
         """One worker exchanges nothing, so it trains under the first policy only."""
         return [
             self._arm(policy, workers)
@@ -98,28 +73,38 @@ class ScalingStudy(Study):
             judges=self.judges,
         )
 
-    def _seconds(self, arm: Arm, trials: Trials, problem: Problem) -> Interval:
-        """Infinite where a seed did not reach the target."""
-        return trials.mean(arm, lambda trial: trial.time_to(problem, self.target))
+    def columns(self, trials: Trials) -> tuple[Column | str, ...]:
+        measured = Column(name="s/step", decimals=3), Column(name="waits %", decimals=1), "MB sent"
+        return "policy", "workers", *measured, f"epochs to {self.target:g}", f"s to {self.target:g}", "speed-up"
 
-    def _row(self, arm: Arm, trials: Trials, problem: Problem) -> tuple[Cell, ...]:
-        alone = self._seconds(self._arms()[0], trials, problem).mean if 1 in self.workers else math.inf
-        seconds = self._seconds(arm, trials, problem)
-        epochs = trials.mean(arm, lambda trial: trial.epochs_to(problem, self.target))
+    def _seconds(self, arm: Arm, trials: Trials) -> Interval:
+        """Infinite where a seed did not reach the target."""
+        return trials.mean(arm, trials.time_to(self.target))
+
+    def row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
+        alone = self._seconds(self.arms(trials.problem)[0], trials).mean if 1 in self.workers else math.inf
+        seconds = self._seconds(arm, trials)
+        epochs = trials.mean(arm, trials.epochs_to(self.target))
         return (
             arm.policy,
             arm.workers,
             trials.mean(arm, lambda trial: trial.outcome.run.iteration).mean,
-            trials.mean(arm, lambda trial: 100 * trial.outcome.run.waiting).mean,
-            trials.mean(arm, lambda trial: trial.outcome.run.bytes_out / 1e6).mean,
+            trials.mean(arm, waits).mean,
+            trials.mean(arm, megabytes_sent).mean,
             epochs.show() if math.isfinite(epochs.mean) else None,
             seconds.show(0) if math.isfinite(seconds.mean) else None,
             alone / seconds.mean if max(alone, seconds.mean) < math.inf else None,
         )
 
-    def _series(self, policy: str, trials: Trials, problem: Problem) -> Series:
+    def axes(self) -> tuple[Axis, Axis]:
+        return Axis(label="workers", scale="log"), Axis(label=f"virtual seconds to {self.target:g}", scale="log")
+
+    def series(self, trials: Trials) -> list[Series]:
+        return [self._curve(policy, trials) for policy in self.policies]
+
+    def _curve(self, policy: str, trials: Trials) -> Series:
         found = {
-            arm.workers: self._seconds(arm, trials, problem).mean
+            arm.workers: self._seconds(arm, trials).mean
             for arm in trials.arms()
             if arm.policy == policy or arm.workers == 1
         }
@@ -127,19 +112,19 @@ class ScalingStudy(Study):
         x, y = zip(*reached, strict=True) if reached else ((), ())
         return Series(label=policy, panel=f"{self.problem}, {self.model}, {self.link}", x=x, y=y)
 
-    def _missed(self, trials: Trials, problem: Problem) -> str | None:
-        late = [arm.name for arm in trials.arms() if not math.isfinite(self._seconds(arm, trials, problem).mean)]
+    def missing(self, trials: Trials) -> str | None:
+        late = [arm.name for arm in trials.arms() if not math.isfinite(self._seconds(arm, trials).mean)]
         if not late:
             return None
         return f"{self.target:g} was not reached by {', '.join(late)} with every seed; give more --epochs"
 
-    def _verdicts(self, trials: Trials, problem: Problem) -> list[str]:
+    def verdicts(self, trials: Trials) -> list[str]:
         """Each other policy against the first one, on each number of workers, by the logarithm of the times."""
         arms = {(arm.policy, arm.workers): arm for arm in trials.arms()}
         first, *others = self.policies
 
         def speed(trial: Trial) -> float:
-            return -math.log2(trial.time_to(problem, self.target))
+            return -math.log2(trial.time_to(trials.problem, self.target))
 
         found = [
             (policy, workers, trials.differences(arms[policy, workers], arms[first, workers], speed))
@@ -153,7 +138,7 @@ class ScalingStudy(Study):
             if times and all(map(math.isfinite, times))
         ]
 
-    def _notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         return (
             'After "Superior scalability of Local SGD over mini-batch SGD" in the lecture on local SGD (Lin et al., '
             "2020), whose figure has no numbers.",
@@ -161,5 +146,5 @@ class ScalingStudy(Study):
             f"per worker, momentum 0.9, rate {self.rate:g} scaled by the number of workers after half an epoch of "
             f"warm-up. Times are those of the virtual clock: compute times {self.delay}, links {self.link}, rings. "
             f"The accuracy is measured {_POINTS} times in {self.epochs} epochs, so times are rounded up to that.",
-            note_on(self.seeds),
+            self.note_on_seeds(),
         )

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
+from paceline.problems import Problem
 from paceline.report.series import Axis, Series
-from paceline.studies.arms import Arm, Trial, Trials, load_first, note_on, run_arms
+from paceline.studies.arm_study import ArmStudy
+from paceline.studies.arms import Arm, Trial, Trials
 from paceline.studies.checks import check_counts
 from paceline.studies.intervals import interval, verdict
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.studies.measures import final_error, final_loss, run_seconds, staleness
+from paceline.studies.study import Cell, Column, option
 
 ALONE, TOGETHER, PLAIN = "one worker", "sync", "async"
 WEIGHTED, CONSTANT, ADAPTIVE = "staleness-aware", "DC-ASGD-c", "DC-ASGD-a"
@@ -29,7 +32,7 @@ PUBLISHED = {ALONE: 8.65, TOGETHER: 10.10, PLAIN: 10.26, CONSTANT: 9.27, ADAPTIV
 
 
 @dataclass(frozen=True, kw_only=True)
-class StalenessStudy(Study):
+class StalenessStudy(ArmStudy):
     """Train by asynchronous SGD at several rates: plain, with weights by staleness, and with delay compensation.
 
     Stale gradients should make plain async unstable at rates that one worker bears. Weights that fall with staleness
@@ -40,8 +43,6 @@ class StalenessStudy(Study):
     name: ClassVar[str] = "staleness"
     title: ClassVar[str] = "What helps against stale gradients"
 
-    problem: str = option("mnist", "What to train on; digits needs no data.")
-    model: str = option("net2", "The network.")
     examples: int | None = option(5000, "Training examples to use, the first ones.")
     workers: int = option(8, "Of all but the line of one worker.")
     rates: tuple[float, ...] = option((0.1, 0.2, 0.4, 0.8, 1.6), "Learning rates of plain SGD, from the lowest.")
@@ -49,37 +50,15 @@ class StalenessStudy(Study):
     epochs: int = option(3, "Of every run.")
     delay: str = option("1+exp(1)", "How long a worker computes on a mini-batch.")
     judges: int | None = option(2000, "Examples to evaluate on, the first ones.")
-    seeds: int = option(5, "Runs of every line.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "workers", "batch_size", "epochs", "seeds")
+        check_counts(self, "workers", "epochs")
         if not self.rates or min(self.rates) <= 0 or sorted(set(self.rates)) != list(self.rates):
             raise UsageError(f"study {self.name!r}: rates are numbers above 0 that grow, got {self.rates}")
 
-    def run(self, context: StudyContext) -> StudyResult:
-        problem = load_first(self.problem, self.model, self.examples, context)
-        arms = [self._arm(name, rate) for name in POLICIES for rate in self.rates]
-        trials = run_arms(arms, problem, self.seeds, context)
-        return trials.result(
-            self,
-            context.seed,
-            columns=(
-                Column(name="algorithm"),
-                Column(name="rate"),
-                Column(name="staleness"),
-                Column(name="virtual s", decimals=0),
-                Column(name="test loss"),
-                Column(name="error %"),
-                Column(name="unstable runs"),
-                Column(name="published error %"),
-            ),
-            rows=tuple(self._row(arm, trials) for arm in trials.arms()),
-            x_axis=Axis(label="learning rate", scale="log"),
-            y_axis=Axis(label="test error (%)", scale="log"),
-            series=self._series(trials),
-            notes=(*self._notes(), *self._verdicts(trials)),
-        )
+    def arms(self, problem: Problem) -> list[Arm]:
+        return [self._arm(name, rate) for name in POLICIES for rate in self.rates]
 
     def _arm(self, name: str, rate: float) -> Arm:
         return Arm(
@@ -94,13 +73,17 @@ class StalenessStudy(Study):
             judges=self.judges,
         )
 
-    def _row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
-        loss = trials.mean(arm, lambda trial: trial.last.loss)
+    def columns(self, trials: Trials) -> tuple[Column | str, ...]:
+        measured = "staleness", Column(name="virtual s", decimals=0), "test loss", "error %", "unstable runs"
+        return "algorithm", "rate", *measured, "published error %"
+
+    def row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
+        loss = trials.mean(arm, final_loss)
         return (
             arm.name,
             arm.group.removeprefix("rate "),
-            trials.mean(arm, lambda trial: trial.outcome.run.staleness).mean,
-            trials.mean(arm, lambda trial: trial.outcome.run.seconds).mean,
+            trials.mean(arm, staleness).mean,
+            trials.mean(arm, run_seconds).mean,
             loss.show(3) if math.isfinite(loss.mean) else None,
             trials.mean(arm, final_error).show(),
             f"{sum(map(bool, trials.of(arm, is_unstable)))} of {len(trials.of(arm, is_unstable))}",
@@ -111,8 +94,11 @@ class StalenessStudy(Study):
         """The arms with a trial, with their rates."""
         return [(rate, arm) for rate in self.rates if (arm := self._arm(name, rate)) in trials.arms()]
 
-    def _series(self, trials: Trials) -> tuple[Series, ...]:
-        return tuple(
+    def axes(self) -> tuple[Axis, Axis]:
+        return Axis(label="learning rate", scale="log"), Axis(label="test error (%)", scale="log")
+
+    def series(self, trials: Trials) -> list[Series]:
+        return [
             Series(
                 label=name,
                 panel=f"{self.problem}, {self.model}, {self.workers} workers",
@@ -121,14 +107,14 @@ class StalenessStudy(Study):
             )
             for name in POLICIES
             if (found := self._arms_of(name, trials))
-        )
+        ]
 
     def _best(self, name: str, trials: Trials) -> tuple[float, Arm] | None:
         """The rate with the lowest error, and its arm."""
         found = self._arms_of(name, trials)
         return min(found, key=lambda pair: trials.mean(pair[1], final_error).mean, default=None)
 
-    def _verdicts(self, trials: Trials) -> list[str]:
+    def verdicts(self, trials: Trials) -> list[str]:
         claims = ((PLAIN, ALONE), (PLAIN, WEIGHTED), (PLAIN, CONSTANT), (PLAIN, ADAPTIVE), (CONSTANT, ADAPTIVE))
         found = []
         for worse, better in claims:
@@ -155,7 +141,7 @@ class StalenessStudy(Study):
         unstable = [rate for rate, arm in self._arms_of(name, trials) if any(trials.of(arm, is_unstable))]
         return f"{name} turns unstable at rate {unstable[0]:g}." if unstable else f"{name} is stable at all rates."
 
-    def _notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         return (
             "After Zhang et al. (2015), who divide a gradient by its staleness, and Zheng et al. (2017), who correct "
             "it: DC-ASGD-c with the constant 0.04, DC-ASGD-a with 2 and a moving mean of 0.95. The published errors "
@@ -165,13 +151,8 @@ class StalenessStudy(Study):
             "free. All lines of async make equally many commits in the same time.",
             "A run is unstable if its test loss at the end is not finite, or above half of that at the start. Claims "
             "are about the rate with the lowest error.",
-            note_on(self.seeds),
+            self.note_on_seeds(),
         )
-
-
-def final_error(trial: Trial) -> float:
-    """On the test data at the end, in %."""
-    return trial.error
 
 
 def is_unstable(trial: Trial) -> float:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.report.series import Axis
+from paceline.problems import Problem
 from paceline.schedules import ScheduleConfig
-from paceline.studies.arms import Arm, Trials, error, load_first, note_on, run_arms
+from paceline.studies.arm_study import ArmStudy
+from paceline.studies.arms import Arm, Trials
 from paceline.studies.checks import check_counts, check_different
 from paceline.studies.intervals import verdict
-from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
+from paceline.studies.measures import final_error, train_loss
+from paceline.studies.study import Cell, option
 
 BASELINE = "small batch"
 # Top-1 errors in % of ResNet-50 on ImageNet, batch 256 and 8k; the deck leaves out the third (Goyal et al., table 2).
@@ -24,7 +26,7 @@ WARMUPS = ("none", "constant", "gradual")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmUpStudy(Study):
+class WarmUpStudy(ArmStudy):
     """Train with a large batch at a rate scaled linearly with it, without warm-up, with a constant and a gradual one.
 
     Near the largest stable rate the error should be lowest with a gradual warm-up, close to that of the small batch,
@@ -34,44 +36,21 @@ class WarmUpStudy(Study):
     name: ClassVar[str] = "warm-up"
     title: ClassVar[str] = "Warm-up at a large batch"
 
-    problem: str = option("mnist", "What to train on; digits needs no data.")
-    model: str = option("net2", "The network.")
-    examples: int | None = option(None, "Training examples to use, the first ones.  [default: all]")
     batch_size: int = option(32, "Of the baseline, and of each worker.")
     workers: int = option(32, "How many times larger the large batch is.")
     rates: tuple[float, ...] = option((0.02, 0.08), "Learning rates for the small batch.")
     epochs: int = option(10, "Of every run; the rate falls to a tenth after a half and again after three quarters.")
     warmup_epochs: float = option(1.0, "Epochs of the warm-up, which starts at the small batch's rate.")
-    seeds: int = option(5, "Runs of every line.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, "batch_size", "workers", "epochs", "seeds")
+        check_counts(self, "workers", "epochs")
         check_different(self, "rates")
 
-    def run(self, context: StudyContext) -> StudyResult:
-        problem = load_first(self.problem, self.model, self.examples, context)
-        trials = run_arms([arm for rate in self.rates for arm in self._arms(rate)], problem, self.seeds, context)
-        return trials.result(
-            self,
-            context.seed,
-            columns=(
-                Column(name="rate"),
-                Column(name="warm-up"),
-                Column(name="kn"),
-                Column(name="scaled rate"),
-                Column(name="error %"),
-                Column(name="training loss"),
-                Column(name="published error %"),
-            ),
-            rows=tuple(self._row(arm, trials) for arm in trials.arms()),
-            x_axis=Axis(label="epoch"),
-            y_axis=Axis(label="test error (%)", scale="log"),
-            series=tuple(trials.curve(arm, error) for arm in trials.arms()),
-            notes=(*self._notes(), *(note for rate in self.rates for note in self._verdicts(rate, trials))),
-        )
+    def arms(self, problem: Problem) -> list[Arm]:
+        return [arm for rate in self.rates for arm in self._arms_at(rate)]
 
-    def _arms(self, rate: float) -> list[Arm]:
+    def _arms_at(self, rate: float) -> list[Arm]:
         """The baseline, and the three ways to begin."""
         return [self._arm(rate, BASELINE, "none", 1), *(self._arm(rate, way, way, self.workers) for way in WARMUPS)]
 
@@ -92,31 +71,35 @@ class WarmUpStudy(Study):
             points=self.epochs,
         )
 
-    def _row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
+    def columns(self, trials: Trials) -> tuple[str, ...]:
+        return "rate", "warm-up", "kn", "scaled rate", "error %", "training loss", "published error %"
+
+    def row(self, arm: Arm, trials: Trials) -> tuple[Cell, ...]:
         rate = float(arm.group.removeprefix("rate "))
         return (
             rate,
             arm.name,
             arm.batch_size,
             rate * arm.batch_size / self.batch_size,
-            trials.mean(arm, lambda trial: trial.error).show(),
-            trials.mean(arm, lambda trial: trial.train_loss).show(3),
+            trials.mean(arm, final_error).show(),
+            trials.mean(arm, train_loss).show(3),
             PUBLISHED[arm.name],
         )
 
-    def _verdicts(self, rate: float, trials: Trials) -> list[str]:
-        baseline, none, constant, gradual = self._arms(rate)
+    def verdicts(self, trials: Trials) -> list[str]:
+        return [line for rate in self.rates for line in self._verdicts_at(rate, trials)]
+
+    def _verdicts_at(self, rate: float, trials: Trials) -> list[str]:
+        baseline, none, constant, gradual = self._arms_at(rate)
         claims = [
             ("gradual has a lower error than none", none, gradual),
             ("none has a lower error than constant", constant, none),
             ("gradual has a higher error than the small batch", gradual, baseline),
         ]
-        found = [
-            (claim, trials.differences(higher, lower, lambda trial: trial.error)) for claim, higher, lower in claims
-        ]
+        found = [(claim, trials.differences(higher, lower, final_error)) for claim, higher, lower in claims]
         return [verdict(f"Rate {rate:g}, {claim}", values, "points") for claim, values in found if values]
 
-    def _notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         return (
             'After "Different Warmup Methods" in the lecture on large batches (Goyal et al., 2017, table 2). The '
             "published errors are of ResNet-50 on ImageNet, kn = 256 and 8k; the deck's table leaves out that of the "
@@ -125,5 +108,5 @@ class WarmUpStudy(Study):
             f"0.0001. The large batch is that of k = {self.workers} workers with n = {self.batch_size}, computed by "
             "one worker on the joined batch, which all-reduce equals. The rate is scaled by k; a warm-up begins at the "
             f"small batch's rate. Epochs of the warm-up: {self.warmup_epochs:g}.",
-            note_on(self.seeds),
+            self.note_on_seeds(),
         )

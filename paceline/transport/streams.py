@@ -19,7 +19,7 @@ _SEALED = _LENGTH + RECORD + TAG
 _AT_ONCE = 4 * _SEALED  # bytes that are encrypted while the network sends the last ones
 _LEAST = 2**8  # bytes of a stretch of memory that gets a message of its own; shorter ones are joined
 _MOST_STRETCHES = 512  # of memory in one call
-_MOST_PLAIN = 2**20  # bytes in one call
+_MOST_PLAIN = 2**21  # bytes in one call: of 1 MB, the rest behind the head would be a call of its own
 
 
 class PlainStream:
