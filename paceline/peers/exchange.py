@@ -34,6 +34,7 @@ class Exchange(Protocol):
     replicas_differ: bool  # whether the workers' parameters may differ between steps
     exchanges: bool  # whether the last update was one after which workers exchange: the same on all of them
     common_state: tuple[str, ...]  # entries of the state that are the same on all workers
+    shares_parameters: bool  # whether all workers update the same parameters, while the rest of their states may differ
 
     @property
     def num_bytes(self) -> int:
@@ -96,6 +97,21 @@ class Exchange(Protocol):
         """How many exchanges another worker may be ahead of this one."""
         ...
 
+    def meet_soon(self) -> None:
+        """One has died, or others wait to join: have an exchange soon, if there is not one after every few updates."""
+        ...
+
+    def lag(self) -> int | None:
+        """How many of this worker's last updates some other has not made yet, if what each learns is in memory at once.
+
+        None if that is known only after an exchange.
+        """
+        ...
+
+    def counts(self) -> dict[str, Any]:
+        """What the exchange has counted so far, for the metrics."""
+        ...
+
     def confirm(self) -> None:
         """Return when all workers have come here."""
         ...
@@ -139,6 +155,7 @@ class Alone:
     replicas_differ = False
     exchanges = True
     common_state: tuple[str, ...] = ()
+    shares_parameters = False
 
     @property
     def num_bytes(self) -> int:
@@ -185,6 +202,15 @@ class Alone:
 
     def lead(self) -> int:
         return 0
+
+    def meet_soon(self) -> None:
+        pass
+
+    def lag(self) -> int | None:
+        return None
+
+    def counts(self) -> dict[str, Any]:
+        return {}
 
     def confirm(self) -> None:
         pass

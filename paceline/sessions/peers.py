@@ -423,6 +423,8 @@ class PeersSession(ReformingSession):
         if self._exchange.exchanges:
             self._operations += 1
             self._data.exchanged()
+        elif (lag := self._exchange.lag()) is not None:
+            self._data.exchanged(but=lag)
         return True
 
     def _after_update(self) -> None:
@@ -491,6 +493,7 @@ class PeersSession(ReformingSession):
                 values.update({} if outcome.loss is None else {"loss": outcome.loss})
             else:
                 values["examples"] = self._examples
+            values.update(self._exchange.counts())
             values["seconds"] = asdict(self.timing)
             if self.world_size > 1:
                 values["bytes"], self._num_bytes = self._num_bytes, 0

@@ -172,7 +172,8 @@ class RunState:
         same_exchange = same_policy or isinstance(before, ServerPolicy)  # a server has the same under all of its own
         as_many = same_policy and exchange.replicas_differ and len(replicas) == exchange.world_size
         own = replicas[exchange.rank] if as_many else state
-        self._train_state.load_state_dict(own["trainee"])
+        model = {**state["trainee"]["model"], **own["trainee"]["model"]}  # parameters that all share are there once
+        self._train_state.load_state_dict({**own["trainee"], "model": model})
         exchange.load_state_dict({**state["exchange"], **own["exchange"]} if same_exchange else {})
         if not as_many:
             exchange.agreed()
@@ -238,7 +239,11 @@ class RunState:
         exchange = self._exchange.state_dict()
         if not common:
             exchange = {name: value for name, value in exchange.items() if name not in self._exchange.common_state}
-        return {"trainee": self._train_state.state_dict(), "exchange": exchange}
+        trainee = self._train_state.state_dict()
+        if not common and self._exchange.shares_parameters:
+            shared = {name for name, _ in self._train_state.model.named_parameters(remove_duplicate=False)}
+            trainee["model"] = {name: value for name, value in trainee["model"].items() if name not in shared}
+        return {"trainee": trainee, "exchange": exchange}
 
     def state(self, position: Position) -> dict[str, object]:
         """What a checkpoint holds, beside the replicas of the others."""
