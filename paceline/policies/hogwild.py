@@ -21,6 +21,7 @@ class Hogwild(PeersPolicy):
     """
 
     name: ClassVar[str] = "hogwild"
+    shares_memory: ClassVar[bool] = True
 
     threads: int = 0  # of one process, for sparse problems; 0: chosen by a measurement
     record: bool = False
@@ -50,6 +51,7 @@ class HogwildEASGD(PeersPolicy):
     """
 
     name: ClassVar[str] = "hogwild-easgd"
+    shares_memory: ClassVar[bool] = True
 
     period: int
     alpha: float
