@@ -38,12 +38,13 @@ class Odd(nn.Module):
         self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.empty, self.unused = nn.Parameter(torch.empty(0)), nn.Parameter(torch.ones(2))
-        self.conv = nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.conv.weight.data = self.conv.weight.data.contiguous(memory_format=torch.channels_last)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(inputs)) * self.frozen
         pixels = self.conv(inputs.reshape(1, 1, 4, 6)).sum()
-        return self.scale * self.second(hidden) + pixels
+        return torch.add(self.scale * self.second(hidden), pixels)
 
 
 def two_optimizers(model: nn.Module) -> list[SGD]:
@@ -53,7 +54,7 @@ def two_optimizers(model: nn.Module) -> list[SGD]:
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
+    return torch.mean(model(batch).square())
 
 
 @pytest.mark.parametrize("workers", [2, 4])

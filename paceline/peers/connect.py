@@ -15,7 +15,7 @@ from paceline.peers.elastic import ElasticExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange, check_same_model
 from paceline.peers.gossip import GossipExchange
 from paceline.peers.group import Peers, default_peers
-from paceline.peers.hogwild import HogwildExchange
+from paceline.peers.hogwild import make_hogwild
 from paceline.peers.hogwild_easgd import HogwildEASGDExchange
 from paceline.peers.periodic import PeriodicExchange
 from paceline.peers.tensors import send_tensors
@@ -50,7 +50,7 @@ EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
     SyncEASGD: ElasticExchange,
     SMA: ElasticExchange,
     Gossip: GossipExchange,
-    Hogwild: HogwildExchange,
+    Hogwild: make_hogwild,
     HogwildEASGD: HogwildEASGDExchange,
 }
 

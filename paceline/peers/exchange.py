@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.peers.group import Peers
@@ -35,6 +37,8 @@ class Exchange(Protocol):
     exchanges: bool  # whether the last update was one after which workers exchange: the same on all of them
     common_state: tuple[str, ...]  # entries of the state that are the same on all workers
     shares_parameters: bool  # whether all workers update the same parameters, while the rest of their states may differ
+    records: bool  # whether the run is to be recorded
+    step: Callable[[Optimizer], None] | None  # makes the step of an optimizer, if that is not its own ``step()``
 
     @property
     def num_bytes(self) -> int:
@@ -112,6 +116,10 @@ class Exchange(Protocol):
         """What the exchange has counted so far, for the metrics."""
         ...
 
+    def record(self, run: Path, about: Mapping[str, Any], replay: Path | None) -> None:
+        """The run has begun: record it in this directory, with what it is ``about``; or ``replay`` that of another."""
+        ...
+
     def confirm(self) -> None:
         """Return when all workers have come here."""
         ...
@@ -156,6 +164,8 @@ class Alone:
     exchanges = True
     common_state: tuple[str, ...] = ()
     shares_parameters = False
+    records = False
+    step: Callable[[Optimizer], None] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -211,6 +221,9 @@ class Alone:
 
     def counts(self) -> dict[str, Any]:
         return {}
+
+    def record(self, run: Path, about: Mapping[str, Any], replay: Path | None) -> None:
+        pass
 
     def confirm(self) -> None:
         pass

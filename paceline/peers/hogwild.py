@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.peers.group import Peers
+from paceline.peers.recorded import RecordedExchange
 from paceline.peers.without_locks import WithoutLocks
 from paceline.policies import Hogwild, Progress
 
@@ -79,6 +80,11 @@ class HogwildExchange(WithoutLocks):
     def close(self) -> None:
         super().close()
         self._views.leave()
+
+
+def make_hogwild(model: nn.Module, peers: Peers, policy: Hogwild) -> WithoutLocks:
+    """Make the exchange of the policy, or of its recorded form."""
+    return (RecordedExchange if policy.record else HogwildExchange)(model, peers, policy)
 
 
 class Views:

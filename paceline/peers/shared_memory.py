@@ -12,6 +12,7 @@ import fcntl
 import math
 import mmap
 import os
+import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor
 from paceline.errors import LostContactError, UsageError
 
 _WORD = 8  # bytes
+_FLOCK = struct.Struct("@hhqqi4x")  # the kernel's struct flock
 _ALIGNED = 64  # bytes: a line of the cache, so that no two tensors have one in common
 
 Descriptor = tuple[int, int, int]  # the file, and a process that has it open under a number
@@ -84,6 +86,16 @@ class SharedMemory:
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def locked_part(self, number: int) -> Iterator[None]:
+        """The same for blocks of the same number."""
+        # Of the open file, not of the process: workers may be threads.
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0))
+        try:
+            yield
+        finally:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, number, 1, 0))
 
 
 def bytes_for(tensors: Sequence[Tensor]) -> int:

@@ -22,7 +22,7 @@ MOST_WORKERS = 256
 _SLOT = 16  # words of each worker: two lines of the cache
 _MEETING = 0  # the word with the update after which all workers meet
 _ALLOWED, _STEPS, _COUNTS = 0, 1, 2  # in a worker's slot: updates it may make without a look, has made; its counts
-_NUM_WORDS = _SLOT * (1 + MOST_WORKERS)
+NUM_WORDS = _SLOT * (1 + MOST_WORKERS)
 _LOOK = 0.02  # seconds from one look at the meeting to the next, about
 _MOST_STEPS = 1 << 10  # from one look to the next
 
@@ -40,6 +40,7 @@ class WithoutLocks(ReplicasExchange):
 
     common_state: tuple[str, ...] = ("memory",)
     exchanges = False
+    num_more_words = 0  # behind those of the workers, for subclasses
 
     def __init__(self, model: nn.Module, peers: Peers, policy: PeersPolicy) -> None:
         super().__init__(model, peers)
@@ -98,22 +99,27 @@ class WithoutLocks(ReplicasExchange):
         self._slot(self.rank)[_STEPS] = progress.steps
         self._slot(self.rank)[_ALLOWED] = self._allowed = progress.steps
         self._meeting = words[_MEETING]
-        self.confirm()
         self._known = None
         self.enter()
+        self.confirm()
+
+    def memory(self) -> SharedMemory:
+        assert self._memory is not None
+        return self._memory
 
     def _find(self) -> SharedMemory:
         """The memory of the run before, or new memory of worker 0."""
+        num_words = NUM_WORDS + self.num_more_words
         if self._known is None:
             first = [torch.empty(NUM_PROBES, dtype=torch.float64), *self.first_values()]
-            memory = SharedMemory.make(_NUM_WORDS, bytes_for(first)) if self.rank == 0 else None
+            memory = SharedMemory.make(num_words, bytes_for(first)) if self.rank == 0 else None
             with self._peers.explain("sharing memory"):
                 descriptor = self._peers.share(None if memory is None else memory.descriptor)
         else:
             descriptor, memory = self._known, _memories.get(self._model)
             if memory is not None and memory.key != descriptor[0]:
                 memory = None
-        memory = memory or SharedMemory.open(descriptor, _NUM_WORDS)
+        memory = memory or SharedMemory.open(descriptor, num_words)
         _memories[self._model] = memory
         return memory
 

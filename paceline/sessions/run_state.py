@@ -12,6 +12,7 @@ import torch
 
 from paceline.data.stream import BatchStream
 from paceline.errors import CheckpointError, UsageError
+from paceline.launch.environment import launched_command
 from paceline.peers.exchange import Exchange
 from paceline.policies import Policy, ServerPolicy, parse_policy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
@@ -23,6 +24,8 @@ from paceline.train_state import TrainState
 from paceline.version import __version__
 
 logger = logging.getLogger("paceline")
+
+START = "start.safetensors"  # what a recorded run of peers begins with
 
 
 class Position(NamedTuple):
@@ -213,6 +216,11 @@ class RunState:
             self.saved_at = position.steps
         return file
 
+    def save_beside(self, position: Position, path: Path, replicas: Sequence[object]) -> None:
+        """Write a file like a checkpoint that is none of the run's; on worker 0."""
+        if self._exchange.rank == 0:
+            write_checkpoint(path, {**self.state(position), "replicas": list(replicas)})
+
     def check_parameters(self) -> None:
         """Raise if the parameters of this worker are not fit to be saved."""
         if self._exchange.rank == 0 or self._exchange.replicas_differ:
@@ -275,6 +283,15 @@ class RunState:
             "threads": torch.get_num_threads(),
             "model": type(self._train_state.model).__name__,
             "optimizers": [type(optimizer).__name__ for optimizer in self._train_state.optimizers],
+        }
+
+    def describe_fully(self, seed: int) -> dict[str, Any]:
+        """The same with what a replay needs, beside the options of the run."""
+        return {
+            **self.describe(seed),
+            "processor": torch.backends.cpu.get_cpu_capability(),
+            "command": launched_command(),
+            "directory": str(Path.cwd()),
         }
 
     def rate(self) -> float:
