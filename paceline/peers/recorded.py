@@ -28,8 +28,8 @@ class RecordedExchange(WithoutLocks):
     """Let the workers of ``peers`` copy each shared parameter before a step, and update one after the other.
 
     Each parameter is a block with a version and a lock. A worker has a replica: it copies the blocks that others have
-    changed since, computes, and then, block by block, lets its optimizer make the step on the newest version. It records
-    what others did in between, and that determines the run.
+    changed since, computes, and then, block by block, lets its optimizer make the step on the newest version. What
+    others did in between is recorded, and determines the run.
 
     In a replay, a worker waits at each block for the version that it had in the run; and before it makes the next one,
     for all who copied this one in the run.
@@ -168,8 +168,8 @@ class RecordedExchange(WithoutLocks):
     def after_update(self, progress: Progress) -> bool:
         self._stopped = super().after_update(progress)
         if self._plan is not None and self._plan.over and not self._plan.whole:
-            self.load_answer()
-            self._tell()
+            with self.averaged():
+                self._tell()
             return True
         return self._stopped
 
