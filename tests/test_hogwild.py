@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 from conftest import World
 from joined_batch import backward, copy_for, momentum
+from processes import ENVIRONMENT
 from replicas import CASE, plain, take_turn
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -37,7 +40,8 @@ class Odd(nn.Module):
         self.second.weight = self.first.weight
         self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.empty, self.unused = nn.Parameter(torch.empty(0)), nn.Parameter(torch.ones(2))
+        self.empty, self.also_empty = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0))
+        self.unused = nn.Parameter(torch.ones(2))
         self.conv = nn.Conv2d(1, 2, 3)
         self.conv.weight.data = self.conv.weight.data.contiguous(memory_format=torch.channels_last)
 
@@ -325,3 +329,47 @@ def test_parameters_in_the_same_memory_are_refused(world: World) -> None:
 
     with pytest.raises(UsageError, match="two parameters are views of the same memory"):
         world(2, work)
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, torch, paceline
+
+model = torch.nn.Linear(20, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randn(2000, 20))
+with paceline.join(model, optimizer, run="run", resume=True, log_every=100) as session:
+    for (x,) in session.batches(data, 4, epochs=int(os.environ["EPOCHS"])):
+        if session.steps == 300 and session.rank == 1 and session.generation == 1:
+            os.kill(os.getpid() if os.environ["HOW"] == "SIGKILL" else os.getppid(), signal.Signals[os.environ["HOW"]])
+        with session.step():
+            model(x).square().mean().backward()
+print("ended", session.steps, session.world_size)
+"""
+
+
+def run_script(folder: Path, how: str, epochs: int, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "2", "--policy", "hogwild", *options, "script.py"]
+    environment = {**ENVIRONMENT, "HOW": how, "EPOCHS": str(epochs)}
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.processes
+@pytest.mark.soak
+def test_workers_that_are_killed_are_replaced(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, "SIGKILL", 60, "--respawn")
+    assert ended.returncode == 0, ended.stderr
+    assert "worker 1 was killed by SIGKILL; the run goes on with 1" in ended.stderr
+    changes = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["event"] == "re-formed"]
+    assert [(line["died"], line["joined"]) for line in changes] == [([1], []), ([], [1])]
+
+
+@pytest.mark.processes
+@pytest.mark.soak
+def test_a_run_that_is_interrupted_goes_on(tmp_path: Path) -> None:
+    stopped = run_script(tmp_path, "SIGINT", 40)
+    assert "interrupted after step" in stopped.stderr and "saved in" in stopped.stderr
+    ended = run_script(tmp_path, "SIGINT", 40)
+    assert ended.returncode == 0 and "ended 10000 2" in ended.stdout

@@ -62,7 +62,8 @@ class WithoutLocks(ReplicasExchange):
             raise UsageError(f"policy {self._policy} is for at most {MOST_WORKERS} workers, found {peers.size}")
         if any(parameter.device.type != "cpu" for parameter in self._trained):
             raise UsageError(f"policy {self._policy} wants the model in the host's memory, found {self._device()}")
-        if len({parameter.untyped_storage().data_ptr() for parameter in self._trained}) < len(self._trained):
+        places = [parameter.untyped_storage().data_ptr() for parameter in self._trained if parameter.numel()]
+        if len(set(places)) < len(places):
             raise UsageError(
                 f"policy {self._policy}: two parameters are views of the same memory, and would become two; tie them "
                 "as one nn.Parameter"
