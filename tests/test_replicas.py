@@ -226,6 +226,22 @@ def test_a_replica_that_is_no_longer_finite_is_not_saved(world: World, tmp_path:
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
+def test_a_checkpoint_elsewhere_is_none_of_the_run(world: World, tmp_path: Path) -> None:
+    """The one of the session's end is then written by all together."""
+
+    def work(group: Any) -> None:
+        model = nn.Linear(1, 1)
+        with paceline.join(
+            model, plain(model), policy="local-sgd(every=2)", group=group, run=tmp_path / "run"
+        ) as session:
+            with session.step():
+                backward(model(torch.ones(1, 1)).sum())
+            session.save(tmp_path / "elsewhere.safetensors")
+
+    world(2, work)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
 @every_policy
 def test_all_workers_stop_where_one_was_asked(world: World, policy: str, tmp_path: Path) -> None:
     def work(group: Any) -> int:

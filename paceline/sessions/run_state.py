@@ -212,7 +212,7 @@ class RunState:
             if self._exchange.rank == 0
             else None
         )
-        if path is None or file is None:
+        if path is None:
             self.saved_at = position.steps
         return file
 
