@@ -44,6 +44,8 @@ __all__ = [
     "Draco",
     "Gossip",
     "GradientCoding",
+    "Hogwild",
+    "HogwildEASGD",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",

@@ -49,19 +49,29 @@ class TrainState:
             for parameter in parameters_of(optimizer):  # as zero_grad does, without its profiler record
                 parameter.grad = None
 
-    def update(self, closure: Callable[[], Tensor] | None = None, *, clipped: bool = False) -> None:
+    def update(
+        self,
+        closure: Callable[[], Tensor] | None = None,
+        *,
+        clipped: bool = False,
+        step: Callable[[Optimizer], None] | None = None,
+    ) -> None:
         """Make one step from the parameters' gradients, as a hand-written loop would.
 
         An optimizer that evaluates the loss itself, such as LBFGS, calls ``closure`` for them instead.
-        ``clipped``: the gradients are clipped already.
+        ``clipped``: the gradients are clipped already. ``step`` makes the step of each optimizer in another way.
         """
+        if step is not None and (closure is not None or self.scaler is not None):
+            raise UsageError("hogwild(record=true) takes no GradScaler and no minimize(closure); leave out record")
         if closure is not None:
             self._update_by(closure)
             return
         if self.clip_norm is not None and not clipped:
             self._clip(self.clip_norm)
         for optimizer in self.optimizers:
-            if self.scaler is not None:
+            if step is not None:
+                step(optimizer)
+            elif self.scaler is not None:
                 self.scaler.step(optimizer)
             else:
                 optimizer.step()

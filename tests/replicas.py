@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline import Session
+from paceline.peers.without_locks import WithoutLocks
 from paceline.sessions.peers import PeersSession
 
 # Every policy under which replicas differ, at least once; runs of 9 steps end between two exchanges.
@@ -26,6 +29,8 @@ REPLICAS = [
     "sma(every=4, momentum=0.5)",
     "gossip(topology=ring)",
     "gossip(topology=random-pairs)",
+    "hogwild",
+    "hogwild-easgd(period=2, alpha=0.3)",
 ]
 CASE = CASES["mlp"]
 EPOCHS = 3
@@ -59,6 +64,7 @@ def train(
         with session:
             for (batch,) in session.batches(TensorDataset(DATA), batch_size, epochs=EPOCHS):
                 before = session._exchange.num_bytes
+                take_turn(session)
                 with session.step() as step:
                     loss = CASE.loss(model, batch)
                     if records:
@@ -78,6 +84,18 @@ def train(
         "bytes": num_bytes,
         "exchange": session._exchange,
     }
+
+
+def take_turn(session: Session) -> None:
+    """Where workers share memory, wait for this worker's turn: then a run has one result.
+
+    Its turn is when those of lower rank have made the step that it is about to make, and all others the one before.
+    """
+    exchange: object = session._exchange if isinstance(session, PeersSession) else None
+    while isinstance(exchange, WithoutLocks) and any(
+        exchange.steps_of(rank) < session.steps + (rank < session.rank) for rank in range(session.world_size)
+    ):
+        time.sleep(0)
 
 
 def agree(found: list[dict[str, Any]]) -> list[int]:

@@ -220,6 +220,8 @@ class Gossip(PeersPolicy):
         ({"policy": "k-async(k=0)"}, "k must be at least 1"),
         ({"policy": "ada-sync"}, "follows the loss.*--problem"),
         ({"policy": Gossip()}, "gossip cannot be simulated"),
+        ({"policy": "hogwild"}, "hogwild cannot be simulated: its workers share memory"),
+        ({"policy": "hogwild-easgd(period=2, alpha=0.1)"}, "cannot be simulated: its workers share memory"),
         ({"workers": 0}, "at least 1 worker, got 0"),
         ({"delay": "1-exp(2)"}, "cannot read the delay.*Examples"),
         ({"delay": "-1"}, "cannot read the delay.*Examples"),

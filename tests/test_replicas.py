@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import World
 from joined_batch import Odd, backward, copy_for, momentum
-from replicas import CASE, REPLICAS, agree, plain, train
+from replicas import CASE, REPLICAS, agree, plain, take_turn, train
 from same_bits import assert_same
 from test_many_resume import WithStatistics
 from torch import Tensor, nn
@@ -128,6 +128,7 @@ def test_inside_averaged_all_are_the_same_and_after_it_each_is_its_own(world: Wo
             for _ in range(3):
                 with session.step():
                     backward(model(torch.full((1, 1), 1.0 + session.rank)).sum())
+            session.mean(0.0)  # where workers share memory, all have made their steps then
             own = model.weight.detach().clone()
             with session.averaged():
                 answer = model.weight.detach().clone()
@@ -135,7 +136,7 @@ def test_inside_averaged_all_are_the_same_and_after_it_each_is_its_own(world: Wo
         return own, answer, model.weight.detach().clone()
 
     found = world(3, work)  # two that gossip are always alike
-    assert len({float(own) for own, _, _ in found}) > 1
+    assert (len({float(own) for own, _, _ in found}) > 1) == (policy != "hogwild")
     for _, answer, end in found:
         assert torch.equal(answer, end)
         assert torch.equal(answer, found[0][1])
@@ -225,6 +226,22 @@ def test_a_replica_that_is_no_longer_finite_is_not_saved(world: World, tmp_path:
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
+def test_a_checkpoint_elsewhere_is_none_of_the_run(world: World, tmp_path: Path) -> None:
+    """The one of the session's end is then written by all together."""
+
+    def work(group: Any) -> None:
+        model = nn.Linear(1, 1)
+        with paceline.join(
+            model, plain(model), policy="local-sgd(every=2)", group=group, run=tmp_path / "run"
+        ) as session:
+            with session.step():
+                backward(model(torch.ones(1, 1)).sum())
+            session.save(tmp_path / "elsewhere.safetensors")
+
+    world(2, work)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+
+
 @every_policy
 def test_all_workers_stop_where_one_was_asked(world: World, policy: str, tmp_path: Path) -> None:
     def work(group: Any) -> int:
@@ -233,6 +250,7 @@ def test_all_workers_stop_where_one_was_asked(world: World, policy: str, tmp_pat
         session.stop_when(lambda: session.rank == 1 and session.steps >= 3)
         with pytest.raises(KeyboardInterrupt), session:
             for _ in range(20):
+                take_turn(session)
                 with session.step() as step:
                     loss = model(torch.ones(1, 1)).sum()
                     step.record(loss=loss)
@@ -254,6 +272,7 @@ def test_accumulated_batches_are_one_step(world: World, policy: str) -> None:
         model = copy_for(group, template)
         with paceline.join(model, plain(model), policy=policy, group=group) as session:
             for batch in torch.randn(9, 4, 6, generator=torch.Generator().manual_seed(session.rank)):
+                take_turn(session)
                 for number, part in enumerate(batch.chunk(parts), 1):
                     with session.step(accumulate=number < parts, examples=len(part)) as step:
                         loss = CASE.loss(model, part) / parts

@@ -28,6 +28,7 @@ from paceline.record.trace import (
 
 ABOUT = {"torch": "1.2.3", "threads": 1, "command": ["script.py", "--fast"]}
 VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "H": st.integers(0, 2**16 - 1),
     "I": st.integers(0, 2**32 - 1),
     "Q": st.integers(0, 2**64 - 1),
     "q": st.integers(-(2**63), 2**63 - 1),

@@ -43,7 +43,7 @@ def text_of(kind: type[PeersPolicy]) -> str:
 
 
 PEERS = [
-    *sorted(text_of(kind) for kind in POLICIES.values() if issubclass(kind, PeersPolicy)),
+    *sorted(text_of(kind) for kind in POLICIES.values() if issubclass(kind, PeersPolicy) and not kind.shares_memory),
     "diloco(every=4, fragments=2)",
     "diloco(every=4, fragments=2, overlap=2)",
     "gossip(topology=random-pairs)",

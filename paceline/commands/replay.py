@@ -38,7 +38,13 @@ def replay(run: Path, until: int | None, shell: bool, as_json: bool) -> int:
     for warning in () if as_json else warnings:
         print(f"paceline: warning: {warning}; bits may differ", file=sys.stderr)
     replaying: ProblemReplay | None = None
-    if "train" in config:
+    if "blocks" in trace.about:  # the policy has no server
+        if shell or until is not None:
+            raise UsageError(
+                f"a run under {trace.about['policy']} is replayed as a whole; leave out --until and --shell"
+            )
+        replayed = _replay_without_server(run, trace, quiet=as_json)
+    elif "train" in config:
         replaying, replayed = _replay_problem(run, trace, config, until)
     else:
         replayed = _replay_script(run, trace, until, shell=shell, quiet=as_json)
@@ -82,6 +88,13 @@ def _replay_script(run: Path, trace: Trace, until: int | None, *, shell: bool, q
     with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext(), progress_bar() as tell:
         text = f"replaying {run}"
         return replay_script(run, trace, until=until, shell=False, tell=lambda done, total: tell(text, done, total))
+
+
+def _replay_without_server(run: Path, trace: Trace, *, quiet: bool) -> Replayed:
+    from paceline.replay.script import replay_without_server
+
+    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+        return replay_without_server(run, trace)
 
 
 def _equal(replayed: Replayed, *, stopped: bool) -> str:

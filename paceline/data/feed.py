@@ -43,6 +43,7 @@ class Used(NamedTuple):
     start: int  # the position before it
     workers: tuple[Hashable, ...]  # whose batches they were, by rank
     owed: tuple[int, ...]  # samples taken once more at the epoch's end, as known then
+    update: int = 0  # in which it was used, counted by this worker
 
 
 class Feed(Protocol):

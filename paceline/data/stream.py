@@ -37,6 +37,7 @@ class BatchStream:
         self._moved = False  # batches go on from another position, or for another rank
         self._in_vain = False  # the next batch is outdated when it is handed out
         self._since: list[Used] = []  # used since the last exchange
+        self._updates = 0  # begun
         self._update: tuple[int, int, int] = (0, 0, 0)  # where the present update began: epoch, position, used batches
         self._taken: list[Fetched] = []  # in the present update, if the feed can only give them again
         self._given_up: list[Fetched] = []  # to be given again, unless others have made that update
@@ -89,7 +90,7 @@ class BatchStream:
         """Count the batch that was handed out as used."""
         if self.batch is not None:
             if self.workers:
-                self._since.append(Used(self.epoch, self.consumed, self.workers, self.owed))
+                self._since.append(Used(self.epoch, self.consumed, self.workers, self.owed, self._updates))
             self.consumed = self.batch.consumed
             self.batch = None
 
@@ -97,6 +98,7 @@ class BatchStream:
 
     def begin_update(self) -> None:
         """The batch that was handed out is the first of an update."""
+        self._updates += 1
         self._update = self.epoch, self.consumed, len(self._since)
         self._taken = []
 
@@ -119,9 +121,9 @@ class BatchStream:
             self.owed += tuple(self._feed.samples_of(self.workers, ended))
         self._given_up = self._taken
 
-    def exchanged(self) -> None:
-        """What all workers have learned so far is in the state of each."""
-        self._since.clear()
+    def exchanged(self, *, but: int = 0) -> None:
+        """What all workers have learned so far is in the state of each, ``but`` for that of the last updates."""
+        self._since = [used for used in self._since if used.update > self._updates - but]
 
     def owe(self, workers: Collection[Hashable]) -> None:
         """These workers have died: what they have learned since the last exchange is lost."""
@@ -179,14 +181,15 @@ class BatchStream:
 
     def since_exchange(self) -> list[Any]:
         """The batches used since the last exchange, for a worker that joins."""
-        return [[epoch, start, list(workers), list(owed)] for epoch, start, workers, owed in self._since]
+        return [[used.epoch, used.start, list(used.workers), list(used.owed), used.update] for used in self._since]
 
     def load_since_exchange(self, used: list[Any], worker: Callable[[Any], Hashable]) -> None:
         """Restore them; ``worker`` makes a worker from its JSON."""
         self._since = [
-            Used(epoch, start, tuple(worker(each) for each in workers), tuple(owed))
-            for epoch, start, workers, owed in used
+            Used(epoch, start, tuple(worker(each) for each in workers), tuple(owed), update)
+            for epoch, start, workers, owed, update in used
         ]
+        self._updates = max((each.update for each in self._since), default=0)
 
     def _rest_of_epoch(self, feed: Feed) -> Iterator[Fetched]:
         if self.consumed > 0 and self._unit != feed.unit:

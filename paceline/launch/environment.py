@@ -67,12 +67,13 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOrder:
-    """The trace that a server replays, and how far."""
+    """The trace that a server replays, or the workers of a run without one, and how far."""
 
     trace: str  # the path of the file
     until: int | None = None  # the version to stop at
     shell: tuple[int, int] | None = None  # open a Python shell there, on these two descriptors
     lives: tuple[int, ...] = ()  # how many processes each rank had
+    scratch: str | None = None  # if the workers replay it themselves: the run's directory during the replay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class ServerAssignment:
     delay: tuple[str, float] | None = None  # compute time to inject: its text, and the length of its unit in seconds
     bind: str | None = None  # for the server: host:port for workers of other hosts; port 0 is any
     trusted: bool = False  # whether nothing is encrypted between hosts
-    replay: ReplayOrder | None = None  # for the server: replay a recorded run
+    replay: ReplayOrder | None = None  # for the server, or workers without one: replay a recorded run
     shard_fds: tuple[int, ...] = ()  # the shared memory of each further server
     shard: int = 0  # for a server: its number among the servers
     threads: int | None = None  # for a worker: those of torch that the launcher chose; None if the user set them
@@ -241,6 +242,7 @@ def _read_replay(text: str) -> ReplayOrder:
         until=fields["until"],
         shell=tuple(fields["shell"]) if fields["shell"] else None,
         lives=tuple(fields["lives"]),
+        scratch=fields["scratch"],
     )
 
 

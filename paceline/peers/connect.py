@@ -15,6 +15,8 @@ from paceline.peers.elastic import ElasticExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange, check_same_model
 from paceline.peers.gossip import GossipExchange
 from paceline.peers.group import Peers, default_peers
+from paceline.peers.hogwild import make_hogwild
+from paceline.peers.hogwild_easgd import HogwildEASGDExchange
 from paceline.peers.periodic import PeriodicExchange
 from paceline.peers.tensors import send_tensors
 from paceline.policies import (
@@ -23,6 +25,8 @@ from paceline.policies import (
     AllReduce,
     DiLoCo,
     Gossip,
+    Hogwild,
+    HogwildEASGD,
     LocalSGD,
     PeersPolicy,
     Policy,
@@ -46,6 +50,8 @@ EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
     SyncEASGD: ElasticExchange,
     SMA: ElasticExchange,
     Gossip: GossipExchange,
+    Hogwild: make_hogwild,
+    HogwildEASGD: HogwildEASGDExchange,
 }
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.peers.group import Peers
@@ -35,6 +37,9 @@ class Exchange(Protocol):
     catches_up: bool  # whether a worker that has missed exchanges goes on without them; else it copies another's state
     exchanges: bool  # whether the last update was one after which workers exchange: the same on all of them
     common_state: tuple[str, ...]  # entries of the state that are the same on all workers
+    shares_parameters: bool  # whether all workers update the same parameters, while the rest of their states may differ
+    records: bool  # whether the run is to be recorded
+    step: Callable[[Optimizer], None] | None  # makes the step of an optimizer, if that is not its own ``step()``
 
     @property
     def num_bytes(self) -> int:
@@ -97,6 +102,25 @@ class Exchange(Protocol):
         """How many exchanges another worker may be ahead of this one."""
         ...
 
+    def meet_soon(self) -> None:
+        """One has died, or others wait to join: have an exchange soon, if there is not one after every few updates."""
+        ...
+
+    def lag(self) -> int | None:
+        """How many of this worker's last updates some other has not made yet, if what each learns is in memory at once.
+
+        None if that is known only after an exchange.
+        """
+        ...
+
+    def counts(self) -> dict[str, Any]:
+        """What the exchange has counted so far, for the metrics."""
+        ...
+
+    def record(self, run: Path, about: Mapping[str, Any], replay: Path | None) -> None:
+        """The run has begun: record it in this directory, with what it is ``about``; or ``replay`` that of another."""
+        ...
+
     def confirm(self) -> None:
         """Return when all workers have come here."""
         ...
@@ -141,6 +165,9 @@ class Alone:
     catches_up = False
     exchanges = True
     common_state: tuple[str, ...] = ()
+    shares_parameters = False
+    records = False
+    step: Callable[[Optimizer], None] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -187,6 +214,18 @@ class Alone:
 
     def lead(self) -> int:
         return 0
+
+    def meet_soon(self) -> None:
+        pass
+
+    def lag(self) -> int | None:
+        return None
+
+    def counts(self) -> dict[str, Any]:
+        return {}
+
+    def record(self, run: Path, about: Mapping[str, Any], replay: Path | None) -> None:
+        pass
 
     def confirm(self) -> None:
         pass

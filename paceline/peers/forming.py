@@ -124,6 +124,10 @@ class Forming:
             self._append("invite", after=operations + 1 + lead)
         return False
 
+    def has_news(self) -> bool:
+        """Whether one of the present group has died, or others wait to be let in, as far as was heard."""
+        return self._roster.newcomers or bool(self._gone())
+
     def begun(self) -> None:
         """Tell that the run has begun: from now on a worker that joins needs the state of another."""
         self._append("begun")

@@ -65,7 +65,7 @@ class ReplicasExchange(PeersExchange):
     def average(self) -> Means:
         """Average parameters and floating-point buffers; other buffers, such as counts, follow worker 0."""
         buffers = self.buffers()
-        tensors = [as_real(tensor) for tensor in (*self._trained, *buffers) if is_continuous(tensor)]
+        tensors = [as_real(tensor) for tensor in self.averages(buffers) if is_continuous(tensor)]
         stop, weight, numbers = self._backward.stop(), self.weight(), self.numbers()
         self._averager.start(tensors, weight=weight, tag=self._steps, stop=stop, numbers=numbers, now=True)
         means = self._averager.finish()
@@ -73,6 +73,10 @@ class ReplicasExchange(PeersExchange):
         for tensor, mean in zip(tensors, means.values or tensors, strict=True):
             tensor.copy_(mean)
         return means
+
+    def averages(self, buffers: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors that are averaged, if their dtype has a mean."""
+        return (*self._trained, *buffers)
 
     def weight(self) -> float:
         """This worker's weight in an average of the models."""

@@ -15,6 +15,7 @@ from paceline.policies.elastic import SMA, ElasticPolicy, ElasticRule, SyncEASGD
 from paceline.policies.gather import Async, KAsync, KBatchAsync, KBatchSync, KSync, Sync
 from paceline.policies.gossip import Gossip
 from paceline.policies.gradient_coding import GradientCoding
+from paceline.policies.hogwild import Hogwild, HogwildEASGD
 from paceline.policies.local_sgd import LocalSGD
 from paceline.policies.periodic import Periodic
 from paceline.policies.post_local_sgd import PostLocalSGD
@@ -39,6 +40,8 @@ __all__ = [
     "ElasticRule",
     "Gossip",
     "GradientCoding",
+    "Hogwild",
+    "HogwildEASGD",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
@@ -64,6 +67,8 @@ _PEERS: tuple[type[PeersPolicy], ...] = (
     SyncEASGD,
     SMA,
     Gossip,
+    Hogwild,
+    HogwildEASGD,
 )
 _SERVER: tuple[type[ServerPolicy], ...] = (
     Sync,

@@ -27,6 +27,8 @@ class Policy:
 class PeersPolicy(Policy):
     """A policy of collective operations over a process group, without a server."""
 
+    shares_memory: ClassVar[bool] = False  # whether workers write to memory that all of them read
+
     @property
     def processes_per_worker(self) -> int:
         """How many processes share a worker's device; each is a rank of its own."""

@@ -174,6 +174,21 @@ class Hashed(NamedTuple):
     digest: bytes
 
 
+class Met(NamedTuple):
+    """Under ``hogwild`` a worker that read or updated a block found it changed by others, to this version.
+
+    No record means that it was as the worker itself had read or written it last.
+    """
+
+    block: int
+    version: int
+    writing: bool
+
+
+class Stepped(NamedTuple):
+    """Under ``hogwild`` a worker has made an update; what it met is in the records before."""
+
+
 class Ended(NamedTuple):
     """The run ended; ``whole``: after its last batch, not because it was asked to stop."""
 
@@ -182,7 +197,7 @@ class Ended(NamedTuple):
 
 Record: TypeAlias = (
     Began | Described | Joined | Left | Asked | Given | GivenMore | Pushed | Late | NotFinite | Skipped | Cancelled
-    | Chose | Committed | Finished | Averaged | Hashed | Ended
+    | Chose | Committed | Finished | Averaged | Hashed | Met | Stepped | Ended
 )  # fmt: skip
 
 _FORMATS: dict[int, tuple[type[Record], struct.Struct]] = {
@@ -204,6 +219,8 @@ _FORMATS: dict[int, tuple[type[Record], struct.Struct]] = {
     16: (Ended, struct.Struct("<?")),
     17: (Described, struct.Struct("<QQQ")),
     18: (Chose, struct.Struct("<IQdI")),
+    19: (Met, struct.Struct("<HI?")),
+    20: (Stepped, struct.Struct("<")),
 }
 _PACKERS = {kind: (bytes([number]), form.pack) for number, (kind, form) in _FORMATS.items()}
 

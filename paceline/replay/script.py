@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.launch.environment import ReplayOrder
 from paceline.launch.service import ServerOptions
 from paceline.launch.supervisor import supervise
+from paceline.peers.block_trace import read_block_traces
 from paceline.record.trace import Began, Committed, Joined, Left, Trace
 from paceline.replay.outcome import Replayed, Tell
 
@@ -21,33 +23,54 @@ def replay_script(
     run: Path, trace: Trace, *, until: int | None, shell: bool, tell: Tell = lambda done, total: None
 ) -> Replayed:
     """Start the script of a run again on as many workers; return the result that the server of the replay reports."""
-    command, about = trace.about.get("command"), trace.about
-    if not command:
-        raise UsageError(f"{run} was not made by paceline run: its trace does not say what command to start again")
+    about = trace.about
     last = max((record.version for record in trace if isinstance(record, Committed)), default=0)
     if until is not None and not 0 <= until <= last:
         raise UsageError(f"the run has the versions 0 to {last}, and no version {until}")
     lives = _lives(trace, about["world_size"])
+    with contextlib.ExitStack() as stack:
+        descriptors = stack.enter_context(_own_terminal()) if shell else None
+        order = ReplayOrder(trace=_file(run), until=until, shell=descriptors, lives=lives)
+        options = ServerOptions(needed=True, replay=order)
+        return _start_again(run, about, len(lives), options, lambda done: tell(done, last if until is None else until))
+
+
+def replay_without_server(run: Path, trace: Trace) -> Replayed:
+    """Start the script of a run again whose workers replay it by themselves; in a directory that is then removed."""
+    read_block_traces(run, trace.about["world_size"])  # one that is damaged or has no end is refused here
+    with tempfile.TemporaryDirectory(prefix="paceline-replay-") as scratch:
+        order = ReplayOrder(
+            trace=_file(run), scratch=str(Path(scratch) / "run"), lives=(1,) * trace.about["world_size"]
+        )
+        return _start_again(run, trace.about, len(order.lives), ServerOptions(replay=order), lambda _: None)
+
+
+def _file(run: Path) -> str:
+    return str((run / "trace.bin").absolute())
+
+
+def _start_again(
+    run: Path, about: Mapping[str, Any], workers: int, options: ServerOptions, tell: Callable[[int], None]
+) -> Replayed:
+    if not about.get("command"):
+        raise UsageError(f"{run} was not made by paceline run: its trace does not say what command to start again")
     told: list[dict[str, Any]] = []
 
     def hear(rank: int, report: dict[str, Any]) -> None:
         if report["event"] == "replayed":
             told.append(report["result"])
         elif report["event"] == "replaying":
-            tell(report["version"], last if until is None else until)
+            tell(report["version"])
 
-    with contextlib.ExitStack() as stack:
-        descriptors = stack.enter_context(_own_terminal()) if shell else None
-        order = ReplayOrder(trace=str((run / "trace.bin").absolute()), until=until, shell=descriptors, lives=lives)
-        directory = Path(about["directory"])
-        stack.enter_context(contextlib.chdir(directory) if directory.is_dir() else contextlib.nullcontext())
+    directory = Path(about["directory"])
+    with contextlib.chdir(directory) if directory.is_dir() else contextlib.nullcontext():
         code = supervise(
-            command,
-            workers=len(lives),
+            about["command"],
+            workers=workers,
             policy=about["policy"],
             environment={**os.environ, "OMP_NUM_THREADS": str(about["threads"])},
             on_report=hear,
-            server=ServerOptions(needed=True, replay=order),
+            server=options,
         )
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         raise KeyboardInterrupt

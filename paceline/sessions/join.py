@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.errors import UsageError
 from paceline.launch.environment import asked_policy, asked_probe, take_server_assignment
 from paceline.launch.reports import report
-from paceline.policies import PeersPolicy, Policy, ServerPolicy, parse_policy
+from paceline.policies import Hogwild, PeersPolicy, Policy, ServerPolicy, parse_policy
 from paceline.sessions.checks import (
     as_tuple,
     check_for_server,
@@ -140,6 +140,8 @@ def join_with_server(request: JoinRequest) -> Session:
 
 def join_equals(request: JoinRequest) -> Session:
     """Join a run without a server; or only a probe before it, which measures how fast it would be."""
+    if isinstance(request.policy, Hogwild):
+        request.policy.check_processes(1)  # a worker that is alone too
     seconds = asked_probe()
     return join_peers(request) if seconds is None else join_for_probe(request, seconds)
 

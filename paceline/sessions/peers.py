@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -35,7 +35,7 @@ from paceline.seeding import derive_seed, seed_streams
 from paceline.sessions.nan_guard import OnNaN, SkipUpdate
 from paceline.sessions.reforming import ReformingSession
 from paceline.sessions.request import JoinRequest
-from paceline.sessions.run_state import RunState, open_run
+from paceline.sessions.run_state import START, RunState, open_run
 from paceline.sessions.session import Step
 from paceline.sessions.thread_choice import ThreadChoice
 from paceline.sessions.timing import StepClock
@@ -116,6 +116,15 @@ class PeersSession(ReformingSession):
             self._exchange.confirm()
             self._forming.begun()
         self._run_state.open(self.seed, config)
+
+    def record_run(self, replay: Path | None) -> None:
+        """Record the run from here on, and what it begins with; or ``replay`` the one in that directory."""
+        if self._run_path is None:
+            raise UsageError(f"policy {self.policy} records into the run's directory: give one, as in run='runs/mine'")
+        if replay is None:
+            replicas = self._exchange.gather(self._run_state.replica(common=False))
+            self._run_state.save_beside(self._position(), self._run_path / START, replicas)
+        self._exchange.record(self._run_path, self._run_state.describe_fully(self.seed), replay)
 
     def start_late(self, peers: Peers) -> None:
         """Join a run under way: have the state of the furthest worker."""
@@ -423,6 +432,8 @@ class PeersSession(ReformingSession):
         if self._exchange.exchanges:
             self._operations += 1
             self._data.exchanged()
+        elif (lag := self._exchange.lag()) is not None:
+            self._data.exchanged(but=lag)
         return True
 
     def _after_update(self) -> None:
@@ -473,7 +484,7 @@ class PeersSession(ReformingSession):
         if step.closure is not None and self._forming is not None:
             self._before_closure = copy.deepcopy(self._train_state.state_dict())
         try:
-            self._train_state.update(step.closure)
+            self._train_state.update(step.closure, step=self._exchange.step)
             self._before_closure = None
         except SkipUpdate:
             step.skipped = True
@@ -491,6 +502,7 @@ class PeersSession(ReformingSession):
                 values.update({} if outcome.loss is None else {"loss": outcome.loss})
             else:
                 values["examples"] = self._examples
+            values.update(self._exchange.counts())
             values["seconds"] = asdict(self.timing)
             if self.world_size > 1:
                 values["bytes"], self._num_bytes = self._num_bytes, 0
@@ -545,6 +557,7 @@ def join_peers(request: JoinRequest, kind: type[PeersSession] = PeersSession) ->
 
 def _join(request: JoinRequest, kind: type[PeersSession], peers: Peers | None, forming: Forming | None) -> PeersSession:
     """Begin the run with all ``peers``, or join those of them that have begun it."""
+    request, replay = _replayed(request)
     model, run = request.train_state.model, request.run
     late = forming is not None and forming.formation.source is not None
     exchange = Alone() if late else begin_exchange(model, request.policy, peers)
@@ -570,6 +583,8 @@ def _join(request: JoinRequest, kind: type[PeersSession], peers: Peers | None, f
             session.start_late(peers)
         else:
             session.start(run, request.resume, request.config)
+            if exchange.records:
+                session.record_run(replay)
         if (assignment := request.assignment) is not None:
             if assignment.delay is not None:
                 session.inject_delays(*assignment.delay)
@@ -586,3 +601,14 @@ def _join(request: JoinRequest, kind: type[PeersSession], peers: Peers | None, f
                 opened.close()
         raise
     return session
+
+
+def _replayed(request: JoinRequest) -> tuple[JoinRequest, Path | None]:
+    """The request that replays a run, and the run's directory, if that is what the process was started for."""
+    order = request.assignment.replay if request.assignment is not None else None
+    if order is None or order.scratch is None or request.run is None:
+        return request, None
+    recorded = Path(order.trace).parent
+    if request.run.absolute() != recorded:
+        return request, None
+    return replace(request, run=Path(order.scratch), resume=recorded / START), recorded

@@ -126,6 +126,8 @@ class ReformingSession(Session):
             return
         if self._forming.is_due(self._operations, self._exchange.lead()):
             self._regroup("turn", time.perf_counter(), failed=False)
+        elif self._forming.has_news():
+            self._exchange.meet_soon()
 
     def _regroup(self, doing: Doing, began: float, kept: Mapping[str, Any] | None = None, *, failed: bool) -> Next:
         assert self._forming is not None

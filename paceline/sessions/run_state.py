@@ -12,6 +12,7 @@ import torch
 
 from paceline.data.stream import BatchStream
 from paceline.errors import CheckpointError, UsageError
+from paceline.launch.environment import launched_command
 from paceline.peers.exchange import Exchange
 from paceline.policies import Policy, ServerPolicy, parse_policy
 from paceline.record.checkpoint import read_checkpoint, write_checkpoint
@@ -23,6 +24,8 @@ from paceline.train_state import TrainState
 from paceline.version import __version__
 
 logger = logging.getLogger("paceline")
+
+START = "start.safetensors"  # what a recorded run of peers begins with
 
 
 class Position(NamedTuple):
@@ -172,7 +175,8 @@ class RunState:
         same_exchange = same_policy or isinstance(before, ServerPolicy)  # a server has the same under all of its own
         as_many = same_policy and exchange.replicas_differ and len(replicas) == exchange.world_size
         own = replicas[exchange.rank] if as_many else state
-        self._train_state.load_state_dict(own["trainee"])
+        model = {**state["trainee"]["model"], **own["trainee"]["model"]}  # parameters that all share are there once
+        self._train_state.load_state_dict({**own["trainee"], "model": model})
         exchange.load_state_dict({**state["exchange"], **own["exchange"]} if same_exchange else {})
         if not as_many:
             exchange.agreed()
@@ -208,9 +212,14 @@ class RunState:
             if self._exchange.rank == 0
             else None
         )
-        if path is None or file is None:
+        if path is None:
             self.saved_at = position.steps
         return file
+
+    def save_beside(self, position: Position, path: Path, replicas: Sequence[object]) -> None:
+        """Write a file like a checkpoint that is none of the run's; on worker 0."""
+        if self._exchange.rank == 0:
+            write_checkpoint(path, {**self.state(position), "replicas": list(replicas)})
 
     def check_parameters(self) -> None:
         """Raise if the parameters of this worker are not fit to be saved."""
@@ -238,7 +247,11 @@ class RunState:
         exchange = self._exchange.state_dict()
         if not common:
             exchange = {name: value for name, value in exchange.items() if name not in self._exchange.common_state}
-        return {"trainee": self._train_state.state_dict(), "exchange": exchange}
+        trainee = self._train_state.state_dict()
+        if not common and self._exchange.shares_parameters:
+            shared = {name for name, _ in self._train_state.model.named_parameters(remove_duplicate=False)}
+            trainee["model"] = {name: value for name, value in trainee["model"].items() if name not in shared}
+        return {"trainee": trainee, "exchange": exchange}
 
     def state(self, position: Position) -> dict[str, object]:
         """What a checkpoint holds, beside the replicas of the others."""
@@ -270,6 +283,15 @@ class RunState:
             "threads": torch.get_num_threads(),
             "model": type(self._train_state.model).__name__,
             "optimizers": [type(optimizer).__name__ for optimizer in self._train_state.optimizers],
+        }
+
+    def describe_fully(self, seed: int) -> dict[str, Any]:
+        """The same with what a replay needs, beside the options of the run."""
+        return {
+            **self.describe(seed),
+            "processor": torch.backends.cpu.get_cpu_capability(),
+            "command": launched_command(),
+            "directory": str(Path.cwd()),
         }
 
     def rate(self) -> float:

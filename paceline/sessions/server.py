@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from paceline.data.stream import BatchStream
-from paceline.launch.environment import ServerAssignment, launched_command
+from paceline.launch.environment import ServerAssignment
 from paceline.launch.reports import report, report_failure
 from paceline.launch.service import read_gone
 from paceline.peers.exchange import Alone
@@ -180,12 +180,7 @@ class ServerRun:
     def _open_trace(self) -> TraceWriter | None:
         if self.run is None:
             return None
-        about = {
-            **self._run_state.describe(self.seed),
-            "processor": torch.backends.cpu.get_cpu_capability(),
-            "command": launched_command(),
-            "directory": str(Path.cwd()),
-        }
+        about = self._run_state.describe_fully(self.seed)
         return TraceWriter(self.run.path / "trace.bin", about, after=self._progress.traced)
 
     def _end_trace(self, whole: bool) -> None:

@@ -33,8 +33,9 @@ def open_trace(run: Path) -> tuple[Trace, dict[str, Any]]:
         )
     if not (run / "trace.bin").exists():
         raise UsageError(
-            f"{run} has no trace.bin: only runs with a parameter server record one, but this one's policy was "
-            f"{config.get('policy')}; record one with: paceline train --workers 2 --policy async"
+            f"{run} has no trace.bin: only runs with a parameter server, or of several workers under "
+            f"hogwild(record=true), record one, but this one's policy was {config.get('policy')}; record one with: "
+            "paceline train --workers 2 --policy async"
         )
     return Trace(run / "trace.bin"), config
 

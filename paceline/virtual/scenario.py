@@ -91,6 +91,7 @@ class Scenario:
     def check(self, *, has_loss: bool) -> Policy:
         """Raise the errors that a simulation would raise at its start, and return the policy."""
         policy = parse_policy(self.policy)
+        _check_messages_only(policy)
         if policy.needs_loss and not has_loss:
             raise UsageError(
                 f"policy {policy} follows the loss, so it needs a problem to train: name one, as in --problem digits"
@@ -118,6 +119,7 @@ class Scenario:
     def check_replicas(self) -> None:
         """The same for workers that train a model each."""
         policy = parse_policy(self.policy)
+        _check_messages_only(policy)
         self._check_never_fails(policy)
         if self.workers > MOST_REPLICAS:
             raise UsageError(
@@ -228,3 +230,10 @@ def _bucket_count(nbytes: float, policy: AllReduce) -> int:
     if not cap or nbytes <= first:
         return 1
     return math.ceil((nbytes - first) / cap) + bool(first)
+
+
+def _check_messages_only(policy: Policy) -> None:
+    if isinstance(policy, PeersPolicy) and policy.shares_memory:
+        raise UsageError(
+            f"policy {policy} cannot be simulated: its workers share memory, and virtual ones send messages"
+        )
