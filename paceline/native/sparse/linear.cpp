@@ -38,7 +38,6 @@ class Linear {
   int64_t items() const { return data_.rows; }
   int64_t coordinates() const { return data_.columns + data_.intercept; }
   int64_t most_coordinates() const { return counted_->most + 1; }
-  int64_t cost(uint32_t item) const { return start(item + 1) - start(item) + 4; }
   Scratch scratch() const { return {}; }
 
   void bind(const Parameters& parameters, double rate) {
@@ -54,6 +53,11 @@ class Linear {
     for (int64_t u = 0; u < data_.columns; ++u)
       pairs_[u].shrink = static_cast<V>(1 / (1 + share / std::max<uint32_t>(1, counted_->entries[u])));
     pairs_[data_.columns].shrink = 1;
+  }
+
+  void prefetch_start(uint32_t item) const {
+    __builtin_prefetch(static_cast<const char*>(data_.starts) + static_cast<int64_t>(item) * (data_.wide_starts ? 8 : 4));
+    __builtin_prefetch(targets() + item);
   }
 
   void prefetch_item(uint32_t item) const {
