@@ -19,6 +19,7 @@ struct Pair {
 struct Counted {
   std::vector<uint32_t> entries;  // of each column
   int64_t most = 0;               // entries of a row
+  double mean_square = 1;         // of all entries
 };
 
 template <class V, class I>
@@ -44,6 +45,7 @@ class Linear {
     pairs_ = reinterpret_cast<Pair<V>*>(parameters[0]);
     rate_ = static_cast<V>(rate);
     wide_rate_ = rate;
+    intercept_scale_ = static_cast<V>(counted_->mean_square);
   }
 
   // The regulariser is split over the entries of a column. Each takes an implicit step, which never overshoots: with
@@ -97,8 +99,10 @@ class Linear {
       const V shrink = pair.shrink, change = step * value[k];
       access.change(pair.weight, [=](V weight) { return (weight - change) * shrink; });
     }
-    if (data_.intercept && step != 0)
-      access.change(pairs_[data_.columns].weight, [=](V weight) { return weight - step; });
+    if (data_.intercept && step != 0) {
+      const V change = step * intercept_scale_;
+      access.change(pairs_[data_.columns].weight, [=](V weight) { return weight - change; });
+    }
   }
 
   void judge(uint32_t item, Judged& sum) const {
@@ -173,6 +177,7 @@ class Linear {
   void check() {
     auto counted = std::make_shared<Counted>();
     counted->entries.assign(data_.columns, 0);
+    double squares = 0;
     if (start(0) != 0 || start(data_.rows) > data_.entries)
       throw Refused("indptr: wanted numbers from 0 to " + std::to_string(data_.entries) + ", got " +
                     std::to_string(start(0)) + " to " + std::to_string(start(data_.rows)));
@@ -188,9 +193,11 @@ class Linear {
           throw Refused("row " + std::to_string(row) + ", column " + std::to_string(indices()[k]) +
                         ": wanted a finite number, got " + std::to_string(values()[k]));
         ++counted->entries[indices()[k]];
+        squares += static_cast<double>(values()[k]) * values()[k];
       }
       check_row(row);
     }
+    if (data_.entries > 0) counted->mean_square = squares / static_cast<double>(data_.entries);
     counted_ = std::move(counted);
   }
 
@@ -210,6 +217,7 @@ class Linear {
   Pair<V>* pairs_ = nullptr;
   V rate_ = 0;
   double wide_rate_ = 0;
+  V intercept_scale_ = 1;  // the intercept learns as fast as the weight of an entry of mean size
   bool prefetches_ = true;
 };
 
