@@ -205,14 +205,18 @@ class Engine:
     def judge(self, problem: Problem | None = None) -> Judged:
         """The whole objective and the error of the present parameters, also on another problem of the same shape."""
         problem = self.problem if problem is None else problem
+        if problem is not self.problem:
+            self._check_alike(problem)
+        loss, error = problem.native.judge(self._storage.addresses, len(os.sched_getaffinity(0)))
+        return Judged(problem.objective(loss, self.parameters), problem.error(error))
+
+    def _check_alike(self, problem: Problem) -> None:
         like = problem.storage(0).parts
         if type(problem) is not type(self.problem) or any(
             name not in like or part.shape != like[name].shape or part.dtype != like[name].dtype
             for name, part in self.parameters.items()
         ):
             raise UsageError("wanted a problem whose parameters have the names, shapes and types of the engine's own")
-        loss, error = problem.native.judge(self._storage.addresses, len(os.sched_getaffinity(0)))
-        return Judged(problem.objective(loss, self.parameters), problem.error(error))
 
     def objective(self, problem: Problem | None = None) -> float:
         """The whole objective of the present parameters."""

@@ -123,11 +123,12 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
         return epochs
 
     def _steady_rate(self, X: Any, weights: Array | None) -> float:
-        """A rate at which an update corrects about half of its example's error."""
+        """A rate at which an update of a mean row corrects a fifth of its error; of ``squared_error``, at most half."""
         lengths = np.asarray(X.multiply(X).sum(axis=1), np.float64).ravel() + self.fit_intercept
         lengths = lengths if weights is None else lengths * weights
-        length = float(lengths.max() if self.loss == "squared_error" else lengths.mean())
-        return 0.5 / length if length > 0 else 0.5
+        longest, mean = float(lengths.max()), float(lengths.mean())
+        part, length = (0.5, longest) if self.loss == "squared_error" else (0.2, mean)
+        return part / length if length > 0 else part
 
     def _begin(self, columns: int, X: Any) -> None:
         self.coef_ = np.zeros((columns, X.shape[1]), X.dtype)

@@ -53,7 +53,7 @@ class Linear {
   void set_rate() const {
     const double share = wide_rate_ * data_.regulariser * static_cast<double>(data_.rows);
     for (int64_t u = 0; u < data_.columns; ++u)
-      pairs_[u].shrink = static_cast<V>(1 / (1 + share / std::max<uint32_t>(1, counted_->entries[u])));
+      if (counted_->entries[u] > 0) pairs_[u].shrink = static_cast<V>(1 / (1 + share / counted_->entries[u]));
     pairs_[data_.columns].shrink = 1;
   }
 

@@ -271,8 +271,8 @@ class Schemes {
   // Larger while every component is small against a thread's share, smaller when one is more than that.
   int64_t next_batch(int64_t batch, int64_t largest) const {
     const int64_t share = batch / settings_.threads;
-    if (largest * 4 < share) return std::min(largest_batch, 2 * batch);
-    return largest > share ? std::max(smallest_batch, batch / 2) : batch;
+    if (largest * 16 < share) return std::min(largest_batch, 2 * batch);
+    return largest * 2 > share ? std::max(smallest_batch, batch / 2) : batch;
   }
 
   void note(const Parcels& parcels) {
