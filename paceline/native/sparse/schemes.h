@@ -268,11 +268,12 @@ class Schemes {
     outcome_.updates = done - settings_.start;
   }
 
-  // Larger while every component is small against a thread's share, smaller when one is more than that.
-  int64_t next_batch(int64_t batch, int64_t largest) const {
+  // Larger while every component is small against a thread's share, smaller when one is not; a size that was too large
+  // is not tried again.
+  int64_t next_batch(int64_t batch, int64_t largest) {
     const int64_t share = batch / settings_.threads;
-    if (largest * 16 < share) return std::min(largest_batch, 2 * batch);
-    return largest * 2 > share ? std::max(smallest_batch, batch / 2) : batch;
+    if (largest * 2 > share) return too_large_ = batch, std::max(smallest_batch, batch / 2);
+    return largest * 32 < share && 2 * batch < too_large_ ? 2 * batch : batch;
   }
 
   void note(const Parcels& parcels) {
@@ -285,6 +286,7 @@ class Schemes {
   const Settings& settings_;
   Outcome& outcome_;
   int64_t chunk_ = 256;
+  int64_t too_large_ = largest_batch + 1;
 };
 
 }  // namespace paceline::sparse
