@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         RunInUseError,
         UsageError,
     )
+    from paceline.hogwild.estimators import HogwildClassifier, HogwildRegressor
     from paceline.peers.ddp import DistributedDataParallel
     from paceline.policies import *  # noqa: F403
     from paceline.problems import Metric, Problem, Recipe
@@ -36,8 +37,11 @@ __all__ = [
     "AdaSync",
     "AllReduce",
     "Async",
+    "Atomic",
+    "Average",
     "CheckpointError",
     "CommError",
+    "Cyclades",
     "DiLoCo",
     "DistributedDataParallel",
     "Downpour",
@@ -45,12 +49,15 @@ __all__ = [
     "Gossip",
     "GradientCoding",
     "Hogwild",
+    "HogwildClassifier",
     "HogwildEASGD",
+    "HogwildRegressor",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
     "KSync",
     "LocalSGD",
+    "Locked",
     "Metric",
     "NonFiniteLossError",
     "PacelineError",
@@ -59,10 +66,13 @@ __all__ = [
     "PostLocalSGD",
     "Problem",
     "Recipe",
+    "RoundRobin",
     "RunInUseError",
+    "Serial",
     "ServerPolicy",
     "Session",
     "ShardedSampler",
+    "SparsePolicy",
     "Step",
     "Sync",
     "SyncEASGD",
@@ -78,6 +88,7 @@ __all__ = [
 _HOMES = {
     "paceline.data.sampler": ["ShardedSampler"],
     "paceline.errors": [name for name in __all__ if name.endswith("Error")],
+    "paceline.hogwild.estimators": ["HogwildClassifier", "HogwildRegressor"],
     "paceline.peers.ddp": ["DistributedDataParallel"],
     "paceline.problems": ["Metric", "Problem", "Recipe"],
     "paceline.sessions.join": ["join"],

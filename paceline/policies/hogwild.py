@@ -7,11 +7,14 @@ from typing import ClassVar
 
 from paceline.errors import UsageError
 from paceline.policies.base import PeersPolicy
+from paceline.policies.sparse import ThreadedPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hogwild(PeersPolicy):
+class Hogwild(ThreadedPolicy, PeersPolicy):
     """Update parameters that lie in memory shared by all workers, without locks (Niu et al., NeurIPS 2011).
+
+    The workers of a module are processes; those of a sparse problem are ``threads``. An update may overwrite another.
 
     With ``record`` each parameter has a version: workers copy it before a step and update it one after the other, and
     what each of them has read and written is recorded, so that the run can be replayed.
@@ -23,13 +26,7 @@ class Hogwild(PeersPolicy):
     name: ClassVar[str] = "hogwild"
     shares_memory: ClassVar[bool] = True
 
-    threads: int = 0  # of one process, for sparse problems; 0: chosen by a measurement
-    record: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.threads < 0:
-            raise UsageError(f"policy {self.name!r}: threads must be at least 0, got {self.threads}")
+    record: bool = False  # of a module's run
 
     def check_processes(self, processes: int) -> None:
         if self.threads:
