@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.hogwild.readers import LibsvmRows, arrays, libsvm, read_libsvm
+from paceline.hogwild.readers import LibsvmRows, cache, libsvm, read_libsvm
 from paceline.hogwild.synthetic import sparse_rows
 from paceline.report.table import print_table
 
@@ -47,7 +47,7 @@ def main() -> None:
         return
     if arguments.quick:
         arguments.rows, arguments.rounds = 1000, 1
-    arrays.CACHED_FROM = sys.maxsize  # only where a cache is named
+    cache.CACHED_FROM = sys.maxsize  # only where a cache is named
     with tempfile.TemporaryDirectory(dir=".") as folder:
         texts = real_texts(arguments.data) if arguments.data else [write_text(Path(folder) / "text", arguments.rows)]
         rows = [row for text in texts for row in compare(text, Path(folder), arguments.rounds)]

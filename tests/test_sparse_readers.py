@@ -290,7 +290,7 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
 
 
 def test_large_texts_are_cached_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.hogwild.readers.arrays.CACHED_FROM", 10)
+    monkeypatch.setattr("paceline.hogwild.readers.cache.CACHED_FROM", 10)
     read = read_libsvm(written(tmp_path, "1 2:3\n" * 10))
     assert isinstance(read.values, np.memmap)
     assert (tmp_path / "text.paceline").is_dir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.hogwild.readers import FlowNetwork, LibsvmRows, RatingEntries
-from paceline.hogwild.readers.arrays import Array
+from paceline.hogwild.readers.cache import Array
 
 
 def sparse_rows(seed: int, *, rows: int, columns: int, per_row: int, flipped: float = 0.02) -> LibsvmRows:
@@ -45,6 +45,12 @@ def low_rank(seed: int, *, users: int, items: int, entries: int, rank: int = 5, 
     values = _products(left, right, of_user, of_item)
     values += np.float32(noise) * random.standard_normal(entries, dtype=np.float32)
     return RatingEntries(of_user, of_item, values, (users, items))
+
+
+def first_entries(data: RatingEntries, count: int) -> tuple[RatingEntries, RatingEntries]:
+    """The first entries and the others, as views."""
+    first = RatingEntries(data.users[:count], data.items[:count], data.values[:count], data.shape)
+    return first, RatingEntries(data.users[count:], data.items[count:], data.values[count:], data.shape)
 
 
 def _products(left: Array, right: Array, of_user: Array, of_item: Array) -> Array:
