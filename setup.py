@@ -1,16 +1,16 @@
 """Adds the compiled modules to the build; without a compiler the package installs all the same."""
 
+from glob import glob
+
 from setuptools import Extension, setup
 
-SOURCES = ["kernels", "segment", "collectives", "mailbox", "group", "module"]
-HEADERS = ["kernels.h", "kernels.inc", "segment.h", "collectives.h", "mailbox.h", "group.h"]
 
-
-def extension(name: str, sources: list[str], headers: list[str]) -> Extension:
+def extension(name: str, folder: str) -> Extension:
+    """The module of all sources of a folder."""
     return Extension(
         f"paceline.native.{name}",
-        sources=[f"paceline/native/{source}.cpp" for source in sources],
-        depends=[f"paceline/native/{header}" for header in headers],
+        sources=sorted(glob(f"{folder}/*.cpp")),
+        depends=sorted(glob(f"{folder}/*.h") + glob(f"{folder}/*.inc")),
         # No contraction: the same numbers must give the same bits on every processor.
         extra_compile_args=["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"],
         extra_link_args=["-pthread"],
@@ -22,7 +22,8 @@ def extension(name: str, sources: list[str], headers: list[str]) -> Extension:
 
 setup(
     ext_modules=[
-        extension("_core", SOURCES, HEADERS),
-        extension("_readers", ["readers/module"], ["readers/lines.h", "readers/formats.h"]),
+        extension("_core", "paceline/native"),
+        extension("_sparse", "paceline/native/sparse"),
+        extension("_readers", "paceline/native/readers"),
     ]
 )

@@ -1,1 +1,1 @@
-"""Lock-free training of sparse problems."""
+"""Sparse problems that threads of one process train on shared memory (Niu et al., NIPS 2011)."""

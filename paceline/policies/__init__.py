@@ -20,6 +20,7 @@ from paceline.policies.periodic import Periodic
 from paceline.policies.post_local_sgd import PostLocalSGD
 from paceline.policies.progress import Progress
 from paceline.policies.server import ServerPolicy
+from paceline.policies.sparse import Atomic, Average, Cyclades, Hogwild, Locked, RoundRobin, Serial, SparsePolicy
 from paceline.policies.ssp import SSP
 from paceline.spec import from_spec
 
@@ -32,6 +33,9 @@ __all__ = [
     "AdaSync",
     "AllReduce",
     "Async",
+    "Atomic",
+    "Average",
+    "Cyclades",
     "DiLoCo",
     "Downpour",
     "Draco",
@@ -39,17 +43,22 @@ __all__ = [
     "ElasticRule",
     "Gossip",
     "GradientCoding",
+    "Hogwild",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
     "KSync",
     "LocalSGD",
+    "Locked",
     "PeersPolicy",
     "Periodic",
     "Policy",
     "PostLocalSGD",
     "Progress",
+    "RoundRobin",
+    "Serial",
     "ServerPolicy",
+    "SparsePolicy",
     "Sync",
     "SyncEASGD",
     "parse_policy",
@@ -79,7 +88,8 @@ _SERVER: tuple[type[ServerPolicy], ...] = (
     EASGD,
     Draco,
 )
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER)}
+_SPARSE: tuple[type[SparsePolicy], ...] = (Serial, Hogwild, Atomic, Locked, RoundRobin, Average, Cyclades)
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (*_PEERS, *_SERVER, *_SPARSE)}
 
 
 def parse_policy(policy: str | Policy) -> Policy:

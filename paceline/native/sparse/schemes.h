@@ -1,0 +1,280 @@
+// The schemes, over any problem that can compute and apply one update.
+//
+// A problem P has: items(), coordinates(), cost(item), prefetch_item(item), prefetch_parameters(item),
+// for_coordinates(item, f) over what an update writes, P::Gradient, P::Scratch, bind(parameters, rate),
+// compute(access, item, scratch), apply(access, item, gradient, scratch), settle() and the copies of `average`.
+#pragma once
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "access.h"
+#include "conflicts.h"
+#include "locks.h"
+#include "problem.h"
+#include "team.h"
+
+namespace paceline::sparse {
+
+template <class P>
+class Schemes {
+ public:
+  Schemes(const P& problem, const Settings& settings, Outcome& outcome)
+      : problem_(problem), settings_(settings), outcome_(outcome) {
+    if (settings.delay > 0) chunk_ = 16;
+  }
+
+  void run() {
+    switch (settings_.scheme) {
+      case Scheme::serial: return serial();
+      case Scheme::hogwild: return hogwild();
+      case Scheme::atomic: return atomic();
+      case Scheme::locked: return locked();
+      case Scheme::round_robin: return round_robin();
+      case Scheme::average: return average();
+      case Scheme::cyclades: return settings_.threads == 1 ? serial() : cyclades();
+    }
+  }
+
+ private:
+  using Scratch = typename P::Scratch;
+  static constexpr int64_t item_ahead = 12, parameters_ahead = 4;
+  static constexpr int64_t smallest_batch = 256, largest_batch = 1 << 14;  // of updates, where cyclades chooses
+
+  void pretend_to_compute() const {
+    if (settings_.delay <= 0) return;
+    const auto start = Clock::now();
+    while (seconds_since(start) < settings_.delay) {
+    }
+  }
+
+  template <class Access>
+  void update(const P& problem, Access& access, uint32_t item, Scratch& scratch) const {
+    auto&& gradient = problem.compute(access, item, scratch);
+    pretend_to_compute();
+    problem.apply(access, item, gradient, scratch);
+  }
+
+  void prefetch(const P& problem, const uint32_t* order, int64_t i, int64_t end) const {
+    if (i + item_ahead < end) problem.prefetch_item(order[i + item_ahead]);
+    if (i + parameters_ahead < end) problem.prefetch_parameters(order[i + parameters_ahead]);
+  }
+
+  template <class Access>
+  void update_range(const P& problem, Access& access, const uint32_t* order, int64_t start, int64_t end,
+                    Scratch& scratch) const {
+    for (int64_t i = start; i < end; ++i) {
+      prefetch(problem, order, i, end);
+      update(problem, access, order[i], scratch);
+    }
+  }
+
+  void serial() {
+    Plain access;
+    Scratch scratch = problem_.scratch();
+    Asking asking(settings_.interrupted, settings_.context);
+    int64_t next = settings_.start;
+    while (next < settings_.end && !asking.must_stop()) {
+      const int64_t end = std::min(settings_.end, next + chunk_);
+      update_range(problem_, access, settings_.order, next, end, scratch);
+      next = end;
+    }
+    outcome_.updates = next - settings_.start;
+  }
+
+  // Threads take chunks of the order until none is left. The calling thread looks for interrupts.
+  template <class Work>
+  void in_chunks(Work&& work) {
+    alignas(64) std::atomic<int64_t> next{settings_.start};
+    std::atomic<bool> stop{false};
+    std::vector<Scratch> scratches(settings_.threads, problem_.scratch());
+    run_team(settings_.threads, [&](int thread) {
+      Asking asking(thread == 0 ? settings_.interrupted : nullptr, settings_.context);
+      while (!stop.load(std::memory_order_relaxed)) {
+        const int64_t start = next.fetch_add(chunk_, std::memory_order_relaxed);
+        if (start >= settings_.end) break;
+        work(thread, start, std::min(settings_.end, start + chunk_), scratches[thread]);
+        if (asking.must_stop()) stop.store(true, std::memory_order_relaxed);
+      }
+    });
+    outcome_.updates = std::min(next.load(), settings_.end) - settings_.start;
+  }
+
+  void hogwild() {
+    std::vector<Watching> watching(settings_.threads);
+    in_chunks([&](int thread, int64_t start, int64_t end, Scratch& scratch) {
+      Watching watched;  // counts on this thread's own stack
+      Racy access;
+      for (int64_t i = start; i < end; ++i) {
+        prefetch(problem_, settings_.order, i, end);
+        const bool watch = settings_.watch > 0 && i % settings_.watch == 0;
+        if (watch) update(problem_, watched, settings_.order[i], scratch);
+        else update(problem_, access, settings_.order[i], scratch);
+      }
+      watching[thread].sampled += watched.sampled;
+      watching[thread].lost += watched.lost;
+      watching[thread].overwritten += watched.overwritten;
+    });
+    for (const Watching& of_thread : watching) {
+      outcome_.sampled += of_thread.sampled;
+      outcome_.lost += of_thread.lost;
+      outcome_.overwritten += of_thread.overwritten;
+    }
+    problem_.settle();
+  }
+
+  void atomic() {
+    in_chunks([&](int, int64_t start, int64_t end, Scratch& scratch) {
+      Swapping access;
+      update_range(problem_, access, settings_.order, start, end, scratch);
+    });
+    problem_.settle();
+  }
+
+  void locked() {
+    Locks locks(problem_.coordinates());
+    std::vector<std::vector<uint32_t>> wanted(settings_.threads);
+    for (auto& of_thread : wanted) of_thread.reserve(problem_.most_coordinates());
+    in_chunks([&](int thread, int64_t start, int64_t end, Scratch& scratch) {
+      Plain access;
+      auto& held = wanted[thread];
+      for (int64_t i = start; i < end; ++i) {
+        prefetch(problem_, settings_.order, i, end);
+        held.clear();
+        problem_.for_coordinates(settings_.order[i], [&](int64_t u) { held.push_back(locks.lock_of(u)); });
+        locks.take(held);
+        update(problem_, access, settings_.order[i], scratch);
+        locks.release(held);
+      }
+    });
+  }
+
+  // Gradients are computed at any time, and applied in turn (Langford et al., 2009).
+  void round_robin() {
+    alignas(64) std::atomic<int64_t> turn{settings_.start};
+    alignas(64) std::atomic<int64_t> limit{settings_.end};
+    std::vector<Scratch> scratches(settings_.threads, problem_.scratch());
+    run_team(settings_.threads, [&](int thread) {
+      Asking asking(thread == 0 ? settings_.interrupted : nullptr, settings_.context);
+      Racy access;
+      Scratch& scratch = scratches[thread];
+      for (int64_t i = settings_.start + thread, made = 0; i < limit.load(std::memory_order_relaxed);
+           i += settings_.threads, ++made) {
+        // Nobody has applied an update after this thread's next, so all can end here.
+        if (made % chunk_ == 0 && asking.must_stop()) limit.store(i, std::memory_order_relaxed);
+        prefetch(problem_, settings_.order, i, settings_.end);
+        auto&& gradient = problem_.compute(access, settings_.order[i], scratch);
+        pretend_to_compute();
+        for (Patience patience; turn.load(std::memory_order_acquire) != i; patience.wait())
+          if (i >= limit.load(std::memory_order_relaxed)) return;
+        if (i >= limit.load(std::memory_order_relaxed)) return;
+        problem_.apply(access, settings_.order[i], gradient, scratch);
+        turn.store(i + 1, std::memory_order_release);
+      }
+    });
+    outcome_.updates = turn.load() - settings_.start;
+    problem_.settle();
+  }
+
+  // Each thread has its own parameters; they are averaged when the run ends (Zinkevich et al., 2010).
+  void average() {
+    const int threads = settings_.threads;
+    std::vector<typename P::Copy> copies;
+    std::vector<P> problems(threads, problem_);
+    for (int thread = 0; thread < threads; ++thread) {
+      copies.push_back(problem_.copy());
+      problems[thread].use(copies.back());
+    }
+    std::vector<Scratch> scratches(threads, problem_.scratch());
+    // All threads make the same number of chunks: the one that is furthest when the run is to stop decides.
+    std::mutex mutex;
+    int64_t furthest = -1;
+    bool stop = false;
+    run_team(threads, [&](int thread) {
+      Asking asking(thread == 0 ? settings_.interrupted : nullptr, settings_.context);
+      Plain access;
+      for (int64_t round = 0;; ++round) {
+        const int64_t start = settings_.start + (round * threads + thread) * chunk_;
+        const bool must_stop = asking.must_stop();
+        {
+          const std::lock_guard guard(mutex);
+          stop = stop || must_stop;
+          if (stop && round > furthest) return;
+          if (start >= settings_.end) return;
+          furthest = std::max(furthest, round);
+        }
+        update_range(problems[thread], access, settings_.order, start, std::min(settings_.end, start + chunk_),
+                     scratches[thread]);
+      }
+    });
+    outcome_.updates = std::min(settings_.end - settings_.start, (furthest + 1) * threads * chunk_);
+    problem_.average(copies);
+  }
+
+  // As many batches as there are threads are divided at the same time, one by each; then they run, one after the other.
+  void cyclades() {
+    const int threads = settings_.threads;
+    const int64_t most = settings_.batch > 0 ? settings_.batch : largest_batch;
+    std::vector<Conflicts> conflicts;
+    for (int thread = 0; thread < threads; ++thread) conflicts.emplace_back(problem_.coordinates(), most, threads);
+    std::vector<Parcels> parcels(threads);
+    for (Parcels& of_batch : parcels) {
+      of_batch.of_thread.resize(threads);
+      for (auto& parcel : of_batch.of_thread) parcel.reserve(most);
+    }
+    std::vector<Scratch> scratches(threads, problem_.scratch());
+    Barrier barrier(threads);
+    // The calling thread writes these between two barriers, when nobody reads them.
+    bool stop = false;
+    int64_t done = settings_.start, batch = settings_.batch > 0 ? settings_.batch : 1024;
+    run_team(threads, [&](int thread) {
+      Asking asking(thread == 0 ? settings_.interrupted : nullptr, settings_.context);
+      Plain access;
+      while (done < settings_.end && !stop) {
+        const auto begun = Clock::now();
+        const int64_t own = done + thread * batch;
+        if (own < settings_.end)
+          conflicts[thread].divide(problem_, settings_.order + own, std::min(batch, settings_.end - own), parcels[thread]);
+        barrier.wait();
+        if (thread == 0) outcome_.preparation_seconds += seconds_since(begun);
+        for (int k = 0; k < threads && done + k * batch < settings_.end; ++k) {
+          const auto& items = parcels[k].of_thread[thread];
+          update_range(problem_, access, items.data(), 0, static_cast<int64_t>(items.size()), scratches[thread]);
+          barrier.wait();
+        }
+        if (thread == 0) {
+          int64_t largest = 0;
+          for (int k = 0; k < threads && done + k * batch < settings_.end; ++k) {
+            note(parcels[k]);
+            largest = std::max(largest, parcels[k].largest);
+          }
+          done = std::min(settings_.end, done + threads * batch);
+          if (settings_.batch == 0) batch = next_batch(batch, largest);
+          stop = asking.must_stop();
+        }
+        barrier.wait();
+      }
+    });
+    outcome_.updates = done - settings_.start;
+  }
+
+  // Larger while every component is small against a thread's share, smaller when one is more than that.
+  int64_t next_batch(int64_t batch, int64_t largest) const {
+    const int64_t share = batch / settings_.threads;
+    if (largest * 4 < share) return std::min(largest_batch, 2 * batch);
+    return largest > share ? std::max(smallest_batch, batch / 2) : batch;
+  }
+
+  void note(const Parcels& parcels) {
+    ++outcome_.batches;
+    outcome_.components += parcels.components;
+    outcome_.largest_component = std::max(outcome_.largest_component, parcels.largest);
+  }
+
+  const P& problem_;
+  const Settings& settings_;
+  Outcome& outcome_;
+  int64_t chunk_ = 256;
+};
+
+}  // namespace paceline::sparse

@@ -1,0 +1,100 @@
+// Threads of one run: the caller is the first of them, and the others end with the run.
+#pragma once
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace paceline::sparse {
+
+using Clock = std::chrono::steady_clock;
+
+inline double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Waits a moment. There may be more threads than cores, so after some spins others get the core.
+class Patience {
+ public:
+  void wait() {
+    if (++spins_ < 256)
+#if defined(__x86_64__) || defined(__i386__)
+      __builtin_ia32_pause();
+#else
+      std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+    else
+      sched_yield();
+  }
+
+ private:
+  int spins_ = 0;
+};
+
+class Barrier {
+ public:
+  explicit Barrier(int threads) : threads_(threads) {}
+
+  void wait() {
+    const uint32_t round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (Patience patience; round_.load(std::memory_order_acquire) == round;) patience.wait();
+  }
+
+ private:
+  const int threads_;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<uint32_t> round_{0};
+};
+
+// Runs work(0) here and work(1), work(2), ... on threads of their own. The work must not throw. If a thread cannot be
+// made, none begins.
+template <class Work>
+void run_team(int threads, Work&& work) {
+  enum { wait, go, give_up };
+  std::atomic<int> signal{wait};
+  std::vector<std::jthread> team;
+  const auto begin = [&](int state) {
+    signal.store(state, std::memory_order_release);
+    signal.notify_all();
+  };
+  try {
+    team.reserve(threads - 1);
+    for (int thread = 1; thread < threads; ++thread)
+      team.emplace_back([&, thread] {
+        signal.wait(wait, std::memory_order_acquire);
+        if (signal.load(std::memory_order_acquire) == go) work(thread);
+      });
+  } catch (...) {
+    begin(give_up);
+    throw;
+  }
+  begin(go);
+  work(0);
+}
+
+// Asks now and then whether the run is to end; for the calling thread.
+class Asking {
+ public:
+  Asking(bool (*interrupted)(void*), void* context) : interrupted_(interrupted), context_(context), last_(Clock::now()) {}
+
+  bool must_stop() {
+    if (interrupted_ == nullptr || seconds_since(last_) < 0.1) return false;
+    last_ = Clock::now();
+    return interrupted_(context_);
+  }
+
+ private:
+  bool (*interrupted_)(void*);
+  void* context_;
+  Clock::time_point last_;
+};
+
+}  // namespace paceline::sparse
