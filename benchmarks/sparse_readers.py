@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.hogwild.readers import LibsvmRows, cache, libsvm, read_libsvm
+from paceline.hogwild.readers import LibsvmRows, cache, read_libsvm
 from paceline.hogwild.synthetic import sparse_rows
 from paceline.report.table import print_table
 
@@ -77,13 +77,6 @@ def write_text(path: Path, count: int) -> Path:
 def ways(text: Path, folder: Path) -> dict[str, Callable[[], LibsvmRows]]:
     new = folder / "cache"
 
-    def on_one_core() -> LibsvmRows:
-        cores, libsvm.cores = libsvm.cores, lambda: 1
-        try:
-            return read_libsvm(text, wide=True)
-        finally:
-            libsvm.cores = cores
-
     def through_new_cache() -> LibsvmRows:
         for file in (new / f"{text.name}.paceline").glob("about.json"):
             file.unlink()
@@ -91,7 +84,7 @@ def ways(text: Path, folder: Path) -> dict[str, Callable[[], LibsvmRows]]:
 
     return {
         "all cores": lambda: read_libsvm(text, wide=True),
-        "one core": on_one_core,
+        "one core": lambda: read_libsvm(text, wide=True, threads=1),
         "through a new cache": through_new_cache,
         "from the cache": lambda: read_libsvm(text, wide=True, cache=new),
         **scikit_learn(text),
@@ -101,7 +94,7 @@ def ways(text: Path, folder: Path) -> dict[str, Callable[[], LibsvmRows]]:
 def scikit_learn(text: Path) -> dict[str, Callable[[], LibsvmRows]]:
     """Its reader, if it is installed."""
     try:
-        from sklearn.datasets import load_svmlight_file
+        from sklearn.datasets import load_svmlight_file  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
         return {}
 
@@ -142,18 +135,18 @@ def check_same(first: LibsvmRows, other: LibsvmRows) -> None:
         assert np.array_equal(getattr(first, name), getattr(other, name)), name
 
 
-def in_own_process(text: Path, cache: Path) -> dict[str, float]:
-    command = [sys.executable, __file__, "--limited", str(text), str(cache)]
+def in_own_process(text: Path, folder: Path) -> dict[str, float]:
+    command = [sys.executable, __file__, "--limited", str(text), str(folder)]
     found: dict[str, float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return found
 
 
-def read_limited(text: Path, cache: Path) -> dict[str, float]:
+def read_limited(text: Path, folder: Path) -> dict[str, float]:
     """Read and train with little memory of this process's own."""
     before = own_memory()
     limit = before + ALLOWED_MB * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    read = read_libsvm(text, cache=cache)
+    read = read_libsvm(text, cache=folder)
     mapped = (read.targets, read.indptr, read.indices, read.values)
     assert all(isinstance(array, np.memmap) for array in mapped)
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.hogwild.cuts import as_distances, cut_value, round_cut
+from paceline.hogwild.cuts import cut_value, round_cut
+from paceline.hogwild.problems import GraphCut
 from paceline.hogwild.readers import FlowNetwork, read_dimacs
 from paceline.hogwild.synthetic import noisy_disc
 
@@ -19,8 +21,10 @@ from paceline.hogwild.synthetic import noisy_disc
 @st.composite
 def networks(draw: st.DrawFn) -> FlowNetwork:
     nodes = draw(st.integers(2, 7))
-    arcs = draw(st.lists(st.tuples(st.integers(0, nodes - 1), st.integers(0, nodes - 1), st.integers(0, 20))))
-    tails, heads, capacities = (np.array(column) for column in zip(*arcs, strict=True)) if arcs else ([], [], [])
+    arcs = draw(
+        st.lists(st.tuples(st.integers(0, nodes - 1), st.integers(0, nodes - 1), st.integers(0, 20)), min_size=1)
+    )
+    tails, heads, capacities = zip(*arcs, strict=True)
     source, sink = draw(st.permutations(range(nodes)))[:2]
     return FlowNetwork(
         nodes, np.array(tails, np.int32), np.array(heads, np.int32), np.array(capacities, np.float64), source, sink
@@ -28,18 +32,17 @@ def networks(draw: st.DrawFn) -> FlowNetwork:
 
 
 def all_sides(network: FlowNetwork) -> list[npt.NDArray[np.bool_]]:
-    sides = (np.array([bool(number >> node & 1) for node in range(network.nodes)]) for number in range(2**network.nodes))
-    return [each for each in sides if each[network.source] and not each[network.sink]]
+    every = itertools.product([False, True], repeat=network.nodes)
+    return [each for each in map(np.array, every) if each[network.source] and not each[network.sink]]
 
 
 @given(networks())
-def test_both_forms_of_a_cut_cost_the_same(network: FlowNetwork) -> None:
-    form = as_distances(network)
+def test_a_cut_costs_the_same_as_the_problem_of_its_arcs(network: FlowNetwork) -> None:
+    arcs = (network.tails, network.heads, network.capacities)
+    problem = GraphCut.from_arcs(*arcs, network.nodes, network.source, network.sink)
     for sides in all_sides(network):
-        apart = sides[form.tails] != sides[form.heads]
-        assert form.offset + float(form.weights[apart].sum()) == pytest.approx(cut_value(network, sides))
-    assert (form.weights > 0).all()
-    assert (form.tails != form.heads).all()
+        apart = sides[problem.tail] != sides[problem.head]
+        assert problem.offset + float(problem.weights[apart].sum()) == pytest.approx(cut_value(network, sides))
 
 
 @given(network=networks(), data=st.data())

@@ -43,20 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     return lambda: tmp_path_factory.mktemp("texts")
 
 
-def read_by(
-    reader: Callable[..., Any],
-    way: dict[str, Any],
-    folder: Path,
-    text: str | bytes,
-    monkeypatch: pytest.MonkeyPatch,
-    **options: Any,
-) -> Any:
+def read_by(reader: Callable[..., Any], way: dict[str, Any], folder: Path, text: str | bytes, **options: Any) -> Any:
     """Read a text in blocks, by threads, packed, through a cache, or not."""
-    module = reader.__module__
-    if hasattr(__import__(module, fromlist=["cores"]), "cores"):
-        monkeypatch.setattr(f"{module}.cores", lambda: way["threads"])
-    if way["cached"]:
-        options["cache"] = folder / "cache"
+    if reader is not read_dimacs:
+        options |= {"threads": way["threads"], "cache": folder / "cache" if way["cached"] else None}
     return reader(written(folder, text, packed=way["packed"]), block=way["block"], **options)
 
 
@@ -66,8 +56,7 @@ def test_libsvm_rows_are_read_as_they_were_written(
 ) -> None:
     lines = [blank.join([repr(target), *(f"{i}:{v!r}" for i, v in entries)]) for target, entries in rows]
     text = "".join(line + end for line, end in zip(lines, ends, strict=False))
-    with pytest.MonkeyPatch.context() as patch:
-        read = read_by(read_libsvm, way, folder(), text, patch, wide=True)
+    read = read_by(read_libsvm, way, folder(), text, wide=True)
     assert read.targets.tolist() == [target for target, _ in rows]
     assert np.diff(read.indptr).tolist() == [len(entries) for _, entries in rows]
     assert read.indices.tolist() == [index for _, entries in rows for index, _ in entries]
@@ -86,8 +75,7 @@ def test_ratings_are_read_as_they_were_written(
     entries: list[tuple[int, int, float]], between: str, after: str, way: dict[str, Any], folder: Callable[[], Path]
 ) -> None:
     lines = [f"{u}{between}{i}{between}{v!r}{after.format(between)}\n" for u, i, v in entries]
-    with pytest.MonkeyPatch.context() as patch:
-        read = read_by(read_ratings, way, folder(), "".join(lines), patch, wide=True)
+    read = read_by(read_ratings, way, folder(), "".join(lines), wide=True)
     assert list(zip(read.users.tolist(), read.items.tolist(), read.values.tolist(), strict=True)) == entries
     assert read.shape == (max(u for u, _, _ in entries) + 1, max(i for _, i, _ in entries) + 1)
 
@@ -101,12 +89,11 @@ def test_netflix_movies_are_read_wherever_the_text_is_cut(
 ) -> None:
     entries = [(user, movie, float(rating)) for movie, ratings in movies for user, rating in ratings]
     text = "".join(f"{movie}:\n" + "".join(f"{u},{r},2005-09-06\n" for u, r in ratings) for movie, ratings in movies)
-    with pytest.MonkeyPatch.context() as patch:
-        if not entries:
-            with pytest.raises(UsageError, match="holds no ratings"):
-                read_by(read_ratings, way, folder(), text, patch)
-            return
-        read = read_by(read_ratings, way, folder(), text, patch)
+    if not entries:
+        with pytest.raises(UsageError, match="holds no ratings"):
+            read_by(read_ratings, way, folder(), text)
+        return
+    read = read_by(read_ratings, way, folder(), text)
     assert list(zip(read.users.tolist(), read.items.tolist(), read.values.tolist(), strict=True)) == entries
 
 
@@ -137,9 +124,7 @@ def test_whatever_the_text_is_a_reader_reads_it_or_says_where_it_is_wrong(
     text: bytes, reader: Callable[..., Any], way: dict[str, Any], folder: Callable[[], Path]
 ) -> None:
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            way = {**way, "cached": way["cached"] and reader is not read_dimacs}
-            read_by(reader, way, folder(), text, patch)
+        read_by(reader, way, folder(), text)
     except UsageError as error:
         if " wanted " not in str(error) or "line p" in str(error) or "a line n" in str(error):
             return  # of the whole file

@@ -30,7 +30,9 @@ def sparse_rows(seed: int, *, rows: int, columns: int, per_row: int, flipped: fl
 def first_rows(data: LibsvmRows, count: int) -> tuple[LibsvmRows, LibsvmRows]:
     """The first rows and the others, as views."""
     cut = int(data.indptr[count])
-    first = LibsvmRows(data.targets[:count], data.indptr[: count + 1], data.indices[:cut], data.values[:cut], data.columns)
+    first = LibsvmRows(
+        data.targets[:count], data.indptr[: count + 1], data.indices[:cut], data.values[:cut], data.columns
+    )
     rest = data.indptr[count:] - cut
     return first, LibsvmRows(data.targets[count:], rest, data.indices[cut:], data.values[cut:], data.columns)
 

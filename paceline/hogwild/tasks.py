@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,10 +23,12 @@ from paceline.hogwild.readers import (
 from paceline.hogwild.readers.cache import Array
 from paceline.hogwild.synthetic import first_entries, first_rows, low_rank, noisy_disc, sparse_rows
 
+Data = TypeVar("Data")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """Options of a sparse problem; ``None`` means the problem's own value. Without ``data`` it is made from the seed."""
+    """Options of a sparse problem; ``None`` means its own value. Without ``data`` it is made from the seed."""
 
     problem: str = "svm"
     data: str | None = None
@@ -36,6 +37,7 @@ class TaskOptions:
     loss: str = "hinge"
     rank: int = 10
     regulariser: float | None = None
+    intercept: bool = False  # a coordinate that all updates share
     seed: int = 0
 
 
@@ -46,7 +48,9 @@ class Task:
     name: str
     problem: Problem
     test: Problem | None = None
-    rate: float  # if the user gives none
+    rate: float  # this and the next two are used if the user gives none
+    decay: float = 0.9
+    epochs: int = 20
     notes: tuple[str, ...] = ()
     network: FlowNetwork | None = None  # of a cut
 
@@ -58,20 +62,20 @@ class Task:
     def measure(self, engine: Engine) -> dict[str, float]:
         """The objective and the errors of the present parameters."""
         objective, error = engine.judge()
-        if self.network is not None:
-            return {"objective": objective, self.metric: self.cut(engine)[0]}
         test = {} if self.test is None else {f"test_{self.metric}": engine.error(self.test)}
-        return {"objective": objective, f"train_{self.metric}": error, **test}
+        return {"objective": float(objective), f"train_{self.metric}": float(error), **test}
+
+    def finish(self, engine: Engine) -> dict[str, float]:
+        """What is measured at the end alone: a cut is rounded at the best threshold, before that at a half."""
+        if self.network is None:
+            return {}
+        cut, _ = round_cut(self.network, engine.parameters["x"][:, 0])
+        return {"cut": cut}
 
     def value(self, measured: dict[str, float]) -> float:
         """The number to show of what was measured: the error on the test data, if there are any."""
         names = (self.metric, f"test_{self.metric}", f"train_{self.metric}")
         return next(measured[name] for name in names if name in measured)
-
-    def cut(self, engine: Engine) -> tuple[float, Array]:
-        """The cut at the best threshold, and the nodes on the source's side."""
-        assert self.network is not None, "only cuts have a network"
-        return round_cut(self.network, engine.parameters["x"][:, 0])
 
 
 def load_task(options: TaskOptions) -> Task:
@@ -87,7 +91,7 @@ def svm(options: TaskOptions) -> Task:
     """Two classes of sparse rows, told apart by a plane; or numbers, with ``--loss squared``."""
     if options.data is None:
         made = sparse_rows(options.seed, rows=60_000, columns=20_000, per_row=10)
-        train, test = first_rows(made, 50_000)
+        train, test = _pair(first_rows(made, 50_000))
     else:
         train = read_libsvm(options.data, cache=options.cache)
         test = None if options.test is None else read_libsvm(options.test, cache=options.cache)
@@ -98,15 +102,29 @@ def svm(options: TaskOptions) -> Task:
     def problem(data: LibsvmRows, file: str | None) -> LinearProblem:
         targets = data.targets if classes is None else _signs(data.targets, classes, file or "the data")
         rows = CSR(data.indptr, data.indices, data.values, columns)
-        return LinearProblem(rows, targets, options.loss, regulariser)  # type: ignore[arg-type]  # it checks the loss
+        return LinearProblem(rows, targets, options.loss, regulariser, None, options.intercept)  # type: ignore[arg-type]
 
     return Task(
         name="svm",
         problem=problem(train, options.data),
         test=None if test is None else problem(test, options.test),
         rate=0.1,
-        notes=(*train.notes, *(() if test is None else test.notes)),
+        notes=(*train.notes, *(() if test is None else test.notes), *_empty_rows(train, options)),
     )
+
+
+def _empty_rows(data: LibsvmRows, options: TaskOptions) -> tuple[str, ...]:
+    empty = int((np.diff(data.indptr) == 0).sum())
+    if not empty or options.intercept:
+        return ()
+    return (
+        f"{empty} of {len(data.targets)} rows have no entries; only an intercept can tell their class (--intercept)",
+    )
+
+
+def _pair(parts: tuple[Data, Data]) -> tuple[Data, Data | None]:
+    """Built-in data has test data, which a user's may lack."""
+    return parts
 
 
 def _classes(data: LibsvmRows, file: str) -> tuple[float, float]:
@@ -133,7 +151,7 @@ def matrix_completion(options: TaskOptions) -> Task:
     """The unknown entries of a matrix of low rank, such as ratings."""
     if options.data is None:
         made = low_rank(options.seed, users=5_000, items=2_000, entries=550_000)
-        train, test = first_entries(made, 500_000)
+        train, test = _pair(first_entries(made, 500_000))
     else:
         train = read_ratings(options.data, cache=options.cache)
         test = None if options.test is None else read_ratings(options.test, cache=options.cache)
@@ -173,11 +191,8 @@ def graph_cut(options: TaskOptions) -> Task:
     problem = GraphCut.from_arcs(
         network.tails, network.heads, network.capacities, network.nodes, network.source, network.sink
     )
-    return Task(name="graph-cut", problem=problem, rate=0.5 / _typical(problem.weights), network=network)
-
-
-def _typical(weights: Array) -> float:
-    return float(weights.mean()) if len(weights) else 1.0
+    typical = float(problem.weights.mean()) if problem.items else 1.0
+    return Task(name="graph-cut", problem=problem, rate=0.1 / typical, decay=0.995, epochs=800, network=network)
 
 
 TASKS: dict[str, Callable[[TaskOptions], Task]] = {
@@ -187,7 +202,7 @@ TASKS: dict[str, Callable[[TaskOptions], Task]] = {
 }
 
 OPTIONS: dict[str, frozenset[str]] = {
-    "svm": frozenset({"loss", "regulariser", "test", "cache"}),
+    "svm": frozenset({"loss", "regulariser", "intercept", "test", "cache"}),
     "matrix-completion": frozenset({"rank", "regulariser", "test", "cache"}),
     "graph-cut": frozenset(),
 }

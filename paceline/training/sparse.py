@@ -20,6 +20,8 @@ from paceline.training.train import Progress
 from paceline.version import __version__
 
 _SLICE_SECONDS = 0.25  # between looks at the clock, at requests to stop and at the progress line
+_SAVE_SECONDS = 5.0  # between checkpoints, if the user does not say how many updates
+_SEARCH = 200_000_000  # steps in search of rho, which takes a fraction of a second
 _FIRST_SLICE = 20_000  # updates, before the speed is known
 
 
@@ -30,22 +32,24 @@ class SparseConfig:
     options: TaskOptions
     policy: str = "hogwild"
     rate: float | None = None
-    decay: float = 0.9  # of the rate, after every epoch
-    epochs: int = 20
+    decay: float | None = None  # of the rate, after every epoch
+    epochs: int | None = None
     seed: int = 0
     run: str | None = None
     resume: bool = False
-    save_every: int | None = None  # updates; None: once an epoch
+    save_every: int | None = None  # updates; None: after an epoch, if some seconds have passed
 
     def __post_init__(self) -> None:
         sparse_policy(self.policy)
-        check_whole("epochs", self.epochs)
-        if self.save_every is not None:
-            check_whole("save every", self.save_every)
+        for name in ("epochs", "save_every"):
+            if getattr(self, name) is not None:
+                check_whole(name.replace("_", " "), getattr(self, name))
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed}")
-        if not 0 < self.decay <= 1:
-            raise UsageError(f"--decay multiplies the rate after every epoch: wanted above 0 and up to 1, got {self.decay:g}")
+        if self.decay is not None and not 0 < self.decay <= 1:
+            raise UsageError(
+                f"--decay multiplies the rate after each epoch: it must be above 0 and at most 1, got {self.decay:g}"
+            )
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise UsageError(f"--rate must be above 0 and finite, got {self.rate:g}")
 
@@ -130,11 +134,13 @@ class _SparseTraining:
         run: Run | None,
     ) -> None:
         self.config, self.task, self.watch, self.stop, self.directory = config, task, watch, stop, run
-        rate = config.rate or task.rate
-        self.engine = Engine(task.problem, config.policy, seed=config.seed, rate=rate, decay=config.decay)
+        rate, decay = config.rate or task.rate, config.decay or task.decay
+        self.epochs = config.epochs or task.epochs
+        self.engine = Engine(task.problem, config.policy, seed=config.seed, rate=rate, decay=decay)
         self.epoch, self.whole = Tally(), Tally()  # of this epoch, and of this process
         self.measured: dict[str, float] = {}
-        self.saved_at: int | None = None
+        self.saved_at: int | None = None  # updates
+        self.saved_time = time.monotonic()
 
     def run(self) -> SparseResult:
         started = time.perf_counter()
@@ -150,8 +156,10 @@ class _SparseTraining:
         self.measured = self.task.measure(self.engine)
         if not resumed_at:
             self._write("epoch", epoch=0, **self.measured)
-        while self.engine.position[0] < self.config.epochs:
+        while self.engine.position[0] < self.epochs:
             self._run_epoch()
+        self.measured |= self.task.finish(self.engine)
+        self._write("end", **self.measured)
         self._save()
         return self._result(resumed_at, time.perf_counter() - started, sparse)
 
@@ -188,7 +196,7 @@ class _SparseTraining:
             lost_update_rate=self.epoch.lost_rate,
         )
         self.epoch = Tally()
-        if self.config.save_every is None:
+        if self.config.save_every is None and time.monotonic() - self.saved_time > _SAVE_SECONDS:
             self._save()
 
     def _slice(self) -> int | None:
@@ -204,7 +212,7 @@ class _SparseTraining:
         return epoch * self.task.problem.items + made
 
     def _sparsity(self) -> dict[str, Any]:
-        found = sparsity(self.task.problem)
+        found = sparsity(self.task.problem, budget=_SEARCH)
         threads = self.engine.threads
         slowdown = found.predicted_slowdown(threads)
         return {**asdict(found), "threads": threads, "predicted_slowdown": slowdown}
@@ -213,7 +221,7 @@ class _SparseTraining:
         if self.watch is not None:
             progress = Progress(
                 step=self._updates(),
-                total_steps=self.config.epochs * self.task.problem.items,
+                total_steps=self.epochs * self.task.problem.items,
                 epoch=self.engine.position[0],
                 loss=self.measured["objective"],
                 examples_per_second=self.whole.per_second,
@@ -243,7 +251,7 @@ class _SparseTraining:
             "parameters": dict(self.engine.parameters),
         }
         self.directory.checkpoints.write(epoch * 1000 + made * 1000 // self.task.problem.items, state)
-        self.saved_at = self._updates()
+        self.saved_at, self.saved_time = self._updates(), time.monotonic()
 
     def _load(self) -> int:
         """Load the newest checkpoint that can be used; return the length of the metrics that belong to it."""
@@ -272,7 +280,7 @@ class _SparseTraining:
             self.epoch = Tally(**saved["tally"])
         except (KeyError, TypeError, UsageError) as error:
             raise CheckpointError(
-                f"{file} belongs to something else: {error}; resume with the data and options that the run was begun with"
+                f"{file} belongs to something else: {error}; resume with the data and options of its run"
             ) from error
 
     def _result(self, resumed_at: int, seconds: float, sparse: dict[str, Any]) -> SparseResult:

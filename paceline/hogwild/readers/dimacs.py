@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.hogwild.readers.cache import Array
 from paceline.hogwild.readers.blocks import BLOCK, TextFile
+from paceline.hogwild.readers.cache import Array
 from paceline.hogwild.readers.compiled import parsers
 
 _STATE = ("nodes", "arcs", "source", "sink")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.hogwild.readers.cache import Array, Facts, Source, gather
 from paceline.hogwild.readers.blocks import BLOCK, TextFile
+from paceline.hogwild.readers.cache import Array, Facts, Source, gather
 from paceline.hogwild.readers.compiled import cores, parsers
 
 
@@ -28,7 +28,12 @@ class LibsvmRows:
 
 
 def read_libsvm(
-    path: str | Path, *, cache: str | Path | None = None, wide: bool = False, block: int = BLOCK
+    path: str | Path,
+    *,
+    cache: str | Path | None = None,
+    wide: bool = False,
+    threads: int | None = None,
+    block: int = BLOCK,
 ) -> LibsvmRows:
     """Read a file, plain or gzipped, on all cores; values are float32, or float64 if ``wide``.
 
@@ -36,7 +41,7 @@ def read_libsvm(
     directory, any text into a cache there. Blank lines, comments and ``qid:`` are passed over.
     """
     path = Path(path)
-    parts = _Parts(path, wide, block)
+    parts = _Parts(path, wide, threads or cores(), block)
     source = Source(files=(path,), kind="libsvm float64" if wide else "libsvm float32")
     arrays, facts = gather(source, parts, None if cache is None else Path(cache))
     if len(arrays.get("targets", ())) == 0:
@@ -45,12 +50,12 @@ def read_libsvm(
 
 
 class _Parts:
-    def __init__(self, path: Path, wide: bool, block: int) -> None:
+    def __init__(self, path: Path, wide: bool, threads: int, block: int) -> None:
         self.facts: Facts = {"largest": -1, "unsorted": 0, "unsorted_line": 0, "repeated": 0, "repeated_line": 0}
-        self._text, self._wide = TextFile(path, block=block), wide
+        self._text, self._wide, self._threads = TextFile(path, block=block), wide, threads
 
     def __iter__(self) -> Iterator[dict[str, Array]]:
-        parse, threads = parsers().libsvm, cores()
+        parse, threads = parsers().libsvm, self._threads
         values = np.float64 if self._wide else np.float32
         entries = 0
         yield {"indptr": np.zeros(1, np.int64)}

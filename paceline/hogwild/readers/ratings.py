@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.hogwild.readers.cache import Array, Facts, Source, gather
 from paceline.hogwild.readers.blocks import BLOCK, TextFile
+from paceline.hogwild.readers.cache import Array, Facts, Source, gather
 from paceline.hogwild.readers.compiled import cores, parsers
 
 _NO_ITEM = -1
@@ -29,7 +29,12 @@ class RatingEntries:
 
 
 def read_ratings(
-    path: str | Path, *, cache: str | Path | None = None, wide: bool = False, block: int = BLOCK
+    path: str | Path,
+    *,
+    cache: str | Path | None = None,
+    wide: bool = False,
+    threads: int | None = None,
+    block: int = BLOCK,
 ) -> RatingEntries:
     """Read a file of ratings, plain or gzipped, or all files ``*.txt`` of a directory.
 
@@ -38,7 +43,9 @@ def read_ratings(
     """
     files = _files(Path(path))
     source = Source(files=files, kind="ratings float64" if wide else "ratings float32")
-    arrays, facts = gather(source, _Parts(files, wide, block), None if cache is None else Path(cache))
+    arrays, facts = gather(
+        source, _Parts(files, wide, threads or cores(), block), None if cache is None else Path(cache)
+    )
     if len(arrays.get("values", ())) == 0:
         raise UsageError(f"{path}: holds no ratings")
     return RatingEntries(**arrays, shape=(facts["largest_user"] + 1, facts["largest_item"] + 1))
@@ -54,16 +61,16 @@ def _files(path: Path) -> tuple[Path, ...]:
 
 
 class _Parts:
-    def __init__(self, files: tuple[Path, ...], wide: bool, block: int) -> None:
+    def __init__(self, files: tuple[Path, ...], wide: bool, threads: int, block: int) -> None:
         self.facts: Facts = {"largest_user": -1, "largest_item": -1}
-        self._files, self._wide, self._size = files, wide, block
+        self._files, self._wide, self._threads, self._size = files, wide, threads, block
 
     def __iter__(self) -> Iterator[dict[str, Array]]:
         for path in self._files:
             yield from self._read(TextFile(path, block=self._size))
 
     def _read(self, text: TextFile) -> Iterator[dict[str, Array]]:
-        parse, threads = parsers().ratings, cores()
+        parse, threads = parsers().ratings, self._threads
         values = np.float64 if self._wide else np.float32
         by_item, item = False, _NO_ITEM
         for number, block in enumerate(text):
