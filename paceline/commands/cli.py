@@ -173,6 +173,8 @@ def train(
             _fail(str(error) or "interrupted", INTERRUPTED)
         return
     refuse_sparse_options(given, options["problem"])
+    if resume is None:
+        _check_problem_name(options["problem"])
     for name in OWN:
         del options[name]
     asking = "--servers" if servers > 1 else None
@@ -334,6 +336,13 @@ def _typed(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
     """The options that the user gave, without defaults."""
     default = click.core.ParameterSource.DEFAULT
     return {name: value for name, value in options.items() if context.get_parameter_source(name) != default}
+
+
+def _check_problem_name(name: str) -> None:
+    from paceline.problems.load import PROBLEMS
+
+    if name not in PROBLEMS and ".py" not in name:
+        raise unknown_name("problem", name, [*PROBLEMS, *NAMES])
 
 
 def _is_on_command_line(context: click.Context, name: str) -> bool:

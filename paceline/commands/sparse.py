@@ -104,7 +104,7 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError as error:
         raise UsageError(
-            f"--decay of a sparse problem is a number that multiplies the rate after each epoch, such as 0.9, got {text!r}"
+            f"--decay of a sparse problem multiplies the rate after each epoch: wanted a number as 0.9, got {text!r}"
         ) from error
 
 
@@ -128,7 +128,7 @@ def _show(result: Any) -> None:
     lost = "" if result.lost_update_rate is None else f", {result.lost_update_rate:.2g} of the watched updates lost"
     print(f"{result.policy} on {result.threads} thread(s): {result.updates_per_second:,.0f} updates a second{lost}")
     print(
-        f"Omega {found['omega']}, Delta {found['delta']:.2g}, rho{searched} {found['rho']:.2g}: predicted to need up to "
-        f"{found['predicted_slowdown']:.3g} times the updates of one thread"
+        f"Omega {found['omega']}, Delta {found['delta']:.2g}, rho{searched} {found['rho']:.2g}: "
+        f"predicted to need up to {found['predicted_slowdown']:.3g} times the updates of one thread"
     )
     print(f"run: {result.run}")

@@ -90,8 +90,8 @@ def load_task(options: TaskOptions) -> Task:
 def svm(options: TaskOptions) -> Task:
     """Two classes of sparse rows, told apart by a plane; or numbers, with ``--loss squared``."""
     if options.data is None:
-        made = sparse_rows(options.seed, rows=60_000, columns=20_000, per_row=10)
-        train, test = _pair(first_rows(made, 50_000))
+        made = sparse_rows(options.seed, rows=220_000, columns=20_000, per_row=10)
+        train, test = _pair(first_rows(made, 200_000))
     else:
         train = read_libsvm(options.data, cache=options.cache)
         test = None if options.test is None else read_libsvm(options.test, cache=options.cache)

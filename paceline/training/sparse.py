@@ -204,8 +204,9 @@ class _SparseTraining:
         if isinstance(self.engine.policy, Average):  # the copies are averaged whenever a run ends
             return None
         fast = int(self.whole.per_second * _SLICE_SECONDS) or _FIRST_SLICE
-        left = math.inf if self.config.save_every is None else self.config.save_every
-        return max(1, min(max(fast, 1), int(min(left, 2**62))))
+        if self.config.save_every is None:
+            return fast
+        return min(fast, (self.saved_at or 0) + self.config.save_every - self._updates())
 
     def _updates(self) -> int:
         epoch, made = self.engine.position
