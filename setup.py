@@ -1,6 +1,6 @@
 """Adds the compiled modules to the build; without a compiler the package installs all the same."""
 
-from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
 
@@ -9,8 +9,8 @@ def extension(name: str, folder: str) -> Extension:
     """The module of all sources of a folder."""
     return Extension(
         f"paceline.native.{name}",
-        sources=sorted(glob(f"{folder}/*.cpp")),
-        depends=sorted(glob(f"{folder}/*.h") + glob(f"{folder}/*.inc")),
+        sources=sorted(map(str, Path(folder).glob("*.cpp"))),
+        depends=sorted(map(str, (*Path(folder).glob("*.h"), *Path(folder).glob("*.inc")))),
         # No contraction: the same numbers must give the same bits on every processor.
         extra_compile_args=["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"],
         extra_link_args=["-pthread"],

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         RunInUseError,
         UsageError,
     )
+    from paceline.hogwild.estimators import HogwildClassifier, HogwildRegressor
     from paceline.peers.ddp import DistributedDataParallel
     from paceline.policies import *  # noqa: F403
     from paceline.problems import Metric, Problem, Recipe
@@ -48,6 +49,8 @@ __all__ = [
     "Gossip",
     "GradientCoding",
     "Hogwild",
+    "HogwildClassifier",
+    "HogwildRegressor",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
@@ -84,6 +87,7 @@ __all__ = [
 _HOMES = {
     "paceline.data.sampler": ["ShardedSampler"],
     "paceline.errors": [name for name in __all__ if name.endswith("Error")],
+    "paceline.hogwild.estimators": ["HogwildClassifier", "HogwildRegressor"],
     "paceline.peers.ddp": ["DistributedDataParallel"],
     "paceline.problems": ["Metric", "Problem", "Recipe"],
     "paceline.sessions.join": ["join"],

@@ -30,7 +30,6 @@ class Completion {
   int64_t items() const { return data_.entries; }
   int64_t coordinates() const { return data_.rows + data_.columns; }  // a vector counts as one
   int64_t most_coordinates() const { return 2; }
-  int64_t cost(uint32_t) const { return 1; }
   Scratch scratch() const { return {}; }
 
   void bind(const Parameters& parameters, double rate) {
@@ -41,11 +40,13 @@ class Completion {
   }
   void set_rate() const {}
 
-  void prefetch_item(uint32_t item) const {
+  void prefetch_start(uint32_t item) const {
     __builtin_prefetch(&row()[item]);
     __builtin_prefetch(&column()[item]);
     __builtin_prefetch(&values()[item]);
   }
+
+  void prefetch_item(uint32_t) const {}
 
   void prefetch_parameters(uint32_t item) const {
     prefetch_vector(left(item));

@@ -41,7 +41,6 @@ class Cut {
   int64_t items() const { return data_.edges; }
   int64_t coordinates() const { return data_.nodes; }  // a point counts as one
   int64_t most_coordinates() const { return 2; }
-  int64_t cost(uint32_t) const { return 1; }
   Scratch scratch() const {
     const std::vector<V> room(data_.ways);
     return {room, room, room};
@@ -53,11 +52,13 @@ class Cut {
   }
   void set_rate() const {}
 
-  void prefetch_item(uint32_t item) const {
+  void prefetch_start(uint32_t item) const {
     __builtin_prefetch(&tail()[item]);
     __builtin_prefetch(&head()[item]);
     __builtin_prefetch(&weights()[item]);
   }
+
+  void prefetch_item(uint32_t) const {}
 
   void prefetch_parameters(uint32_t item) const {
     __builtin_prefetch(point(tail()[item]), 1);

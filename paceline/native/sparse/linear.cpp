@@ -19,6 +19,7 @@ struct Pair {
 struct Counted {
   std::vector<uint32_t> entries;  // of each column
   int64_t most = 0;               // entries of a row
+  double mean_square = 1;         // of all entries
 };
 
 template <class V, class I>
@@ -38,13 +39,13 @@ class Linear {
   int64_t items() const { return data_.rows; }
   int64_t coordinates() const { return data_.columns + data_.intercept; }
   int64_t most_coordinates() const { return counted_->most + 1; }
-  int64_t cost(uint32_t item) const { return start(item + 1) - start(item) + 4; }
   Scratch scratch() const { return {}; }
 
   void bind(const Parameters& parameters, double rate) {
     pairs_ = reinterpret_cast<Pair<V>*>(parameters[0]);
     rate_ = static_cast<V>(rate);
     wide_rate_ = rate;
+    intercept_scale_ = static_cast<V>(counted_->mean_square);
   }
 
   // The regulariser is split over the entries of a column. Each takes an implicit step, which never overshoots: with
@@ -54,6 +55,11 @@ class Linear {
     for (int64_t u = 0; u < data_.columns; ++u)
       pairs_[u].shrink = static_cast<V>(1 / (1 + share / std::max<uint32_t>(1, counted_->entries[u])));
     pairs_[data_.columns].shrink = 1;
+  }
+
+  void prefetch_start(uint32_t item) const {
+    __builtin_prefetch(static_cast<const char*>(data_.starts) + static_cast<int64_t>(item) * (data_.wide_starts ? 8 : 4));
+    __builtin_prefetch(targets() + item);
   }
 
   void prefetch_item(uint32_t item) const {
@@ -93,8 +99,10 @@ class Linear {
       const V shrink = pair.shrink, change = step * value[k];
       access.change(pair.weight, [=](V weight) { return (weight - change) * shrink; });
     }
-    if (data_.intercept && step != 0)
-      access.change(pairs_[data_.columns].weight, [=](V weight) { return weight - step; });
+    if (data_.intercept && step != 0) {
+      const V change = step * intercept_scale_;
+      access.change(pairs_[data_.columns].weight, [=](V weight) { return weight - change; });
+    }
   }
 
   void judge(uint32_t item, Judged& sum) const {
@@ -169,6 +177,7 @@ class Linear {
   void check() {
     auto counted = std::make_shared<Counted>();
     counted->entries.assign(data_.columns, 0);
+    double squares = 0;
     if (start(0) != 0 || start(data_.rows) > data_.entries)
       throw Refused("indptr: wanted numbers from 0 to " + std::to_string(data_.entries) + ", got " +
                     std::to_string(start(0)) + " to " + std::to_string(start(data_.rows)));
@@ -184,9 +193,11 @@ class Linear {
           throw Refused("row " + std::to_string(row) + ", column " + std::to_string(indices()[k]) +
                         ": wanted a finite number, got " + std::to_string(values()[k]));
         ++counted->entries[indices()[k]];
+        squares += static_cast<double>(values()[k]) * values()[k];
       }
       check_row(row);
     }
+    if (data_.entries > 0) counted->mean_square = squares / static_cast<double>(data_.entries);
     counted_ = std::move(counted);
   }
 
@@ -206,6 +217,7 @@ class Linear {
   Pair<V>* pairs_ = nullptr;
   V rate_ = 0;
   double wide_rate_ = 0;
+  V intercept_scale_ = 1;  // the intercept learns as fast as the weight of an entry of mean size
   bool prefetches_ = true;
 };
 

@@ -14,14 +14,16 @@ namespace paceline::sparse {
 class Locks {
  public:
   explicit Locks(int64_t coordinates) {
-    while (count_ < most && count_ < coordinates) count_ *= 2;
-    taken_ = std::make_unique<std::atomic<bool>[]>(count_);
+    while (coordinates >> shift_ > most) ++shift_;
+    taken_ = std::make_unique<std::atomic<bool>[]>((coordinates >> shift_) + 1);
   }
 
-  uint32_t lock_of(int64_t coordinate) const { return static_cast<uint32_t>(coordinate & (count_ - 1)); }
+  // Neighbours share, so the locks of ascending coordinates ascend.
+  uint32_t lock_of(int64_t coordinate) const { return static_cast<uint32_t>(coordinate >> shift_); }
+  void prefetch(int64_t coordinate) const { __builtin_prefetch(&taken_[lock_of(coordinate)], 1); }
 
   void take(std::vector<uint32_t>& wanted) {
-    std::sort(wanted.begin(), wanted.end());
+    if (!std::is_sorted(wanted.begin(), wanted.end())) std::sort(wanted.begin(), wanted.end());
     wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
     for (const uint32_t lock : wanted)
       for (Patience patience; taken_[lock].exchange(true, std::memory_order_acquire);) patience.wait();
@@ -32,8 +34,8 @@ class Locks {
   }
 
  private:
-  static constexpr int64_t most = 1 << 16;
-  int64_t count_ = 1;
+  static constexpr int64_t most = 1 << 20;
+  int shift_ = 0;
   std::unique_ptr<std::atomic<bool>[]> taken_;
 };
 

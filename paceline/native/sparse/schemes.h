@@ -1,6 +1,6 @@
 // The schemes, over any problem that can compute and apply one update.
 //
-// A problem P has: items(), coordinates(), cost(item), prefetch_item(item), prefetch_parameters(item),
+// A problem P has: items(), coordinates(), prefetch_start(item), prefetch_item(item), prefetch_parameters(item),
 // for_coordinates(item, f) over what an update writes, P::Gradient, P::Scratch, bind(parameters, rate),
 // compute(access, item, scratch), apply(access, item, gradient, scratch), settle() and the copies of `average`.
 #pragma once
@@ -38,7 +38,7 @@ class Schemes {
 
  private:
   using Scratch = typename P::Scratch;
-  static constexpr int64_t item_ahead = 12, parameters_ahead = 4;
+  static constexpr int64_t start_ahead = 24, item_ahead = 12, parameters_ahead = 4;
   static constexpr int64_t smallest_batch = 256, largest_batch = 1 << 14;  // of updates, where cyclades chooses
 
   void pretend_to_compute() const {
@@ -56,6 +56,7 @@ class Schemes {
   }
 
   void prefetch(const P& problem, const uint32_t* order, int64_t i, int64_t end) const {
+    if (i + start_ahead < end) problem.prefetch_start(order[i + start_ahead]);
     if (i + item_ahead < end) problem.prefetch_item(order[i + item_ahead]);
     if (i + parameters_ahead < end) problem.prefetch_parameters(order[i + parameters_ahead]);
   }
@@ -105,11 +106,11 @@ class Schemes {
     in_chunks([&](int thread, int64_t start, int64_t end, Scratch& scratch) {
       Watching watched;  // counts on this thread's own stack
       Racy access;
-      for (int64_t i = start; i < end; ++i) {
-        prefetch(problem_, settings_.order, i, end);
-        const bool watch = settings_.watch > 0 && i % settings_.watch == 0;
-        if (watch) update(problem_, watched, settings_.order[i], scratch);
-        else update(problem_, access, settings_.order[i], scratch);
+      for (int64_t i = start; i < end;) {
+        const int64_t next = next_watched(i);
+        update_range(problem_, access, settings_.order, i, std::min(next, end), scratch);
+        if (next < end) update_range(problem_, watched, settings_.order, next, next + 1, scratch);
+        i = std::min(next, end) + 1;
       }
       watching[thread].sampled += watched.sampled;
       watching[thread].lost += watched.lost;
@@ -121,6 +122,10 @@ class Schemes {
       outcome_.overwritten += of_thread.overwritten;
     }
     problem_.settle();
+  }
+
+  int64_t next_watched(int64_t i) const {
+    return settings_.watch > 0 ? (i + settings_.watch - 1) / settings_.watch * settings_.watch : settings_.end;
   }
 
   void atomic() {
@@ -140,6 +145,8 @@ class Schemes {
       auto& held = wanted[thread];
       for (int64_t i = start; i < end; ++i) {
         prefetch(problem_, settings_.order, i, end);
+        if (i + parameters_ahead < end)
+          problem_.for_coordinates(settings_.order[i + parameters_ahead], [&](int64_t u) { locks.prefetch(u); });
         held.clear();
         problem_.for_coordinates(settings_.order[i], [&](int64_t u) { held.push_back(locks.lock_of(u)); });
         locks.take(held);
