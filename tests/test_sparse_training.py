@@ -111,7 +111,7 @@ def test_a_checkpoint_of_other_data_is_refused(data: dict[str, str], tmp_path: P
     (tmp_path / "other").write_text("1 100:1\n-1 2:1\n")
     with pytest.raises(CheckpointError, match="belongs to something else"):
         train_sparse(config(tmp_path / "run", str(tmp_path / "other"), epochs=2, resume=True))
-    with pytest.raises(CheckpointError, match="belongs to something else.*svm"):
+    with pytest.raises(CheckpointError, match=r"belongs to something else.*svm"):
         train_sparse(config(tmp_path / "run", data["graph-cut"], "graph-cut", epochs=2, resume=True))
 
 

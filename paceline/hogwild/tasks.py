@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +22,6 @@ from paceline.hogwild.readers import (
 )
 from paceline.hogwild.readers.cache import Array
 from paceline.hogwild.synthetic import first_entries, first_rows, low_rank, noisy_disc, sparse_rows
-
-Data = TypeVar("Data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +89,27 @@ def svm(options: TaskOptions) -> Task:
     """Two classes of sparse rows, told apart by a plane; or numbers, with ``--loss squared``."""
     if options.data is None:
         made = sparse_rows(options.seed, rows=220_000, columns=20_000, per_row=10)
-        train, test = _pair(first_rows(made, 200_000))
-    else:
-        train = read_libsvm(options.data, cache=options.cache)
-        test = None if options.test is None else read_libsvm(options.test, cache=options.cache)
+        return rows_task(*first_rows(made, 200_000), options)
+    train = read_libsvm(options.data, cache=options.cache)
+    test = None if options.test is None else read_libsvm(options.test, cache=options.cache)
+    return rows_task(train, test, options)
+
+
+def rows_task(train: LibsvmRows, test: LibsvmRows | None, options: TaskOptions) -> Task:
+    """Make the task of these rows."""
     columns = max(data.columns for data in (train, test) if data is not None)
     regulariser = 1e-5 if options.regulariser is None else options.regulariser
     classes = None if options.loss == "squared" else _classes(train, options.data or "the data")
 
     def problem(data: LibsvmRows, file: str | None) -> LinearProblem:
         targets = data.targets if classes is None else _signs(data.targets, classes, file or "the data")
-        rows = CSR(data.indptr, data.indices, data.values, columns)
-        return LinearProblem(rows, targets, options.loss, regulariser, None, options.intercept)  # type: ignore[arg-type]
+        return LinearProblem(
+            CSR(data.indptr, data.indices, data.values, columns),
+            targets,
+            options.loss,  # type: ignore[arg-type]  # it is checked there
+            regulariser,
+            intercept=options.intercept,
+        )
 
     return Task(
         name="svm",
@@ -120,11 +127,6 @@ def _empty_rows(data: LibsvmRows, options: TaskOptions) -> tuple[str, ...]:
     return (
         f"{empty} of {len(data.targets)} rows have no entries; only an intercept can tell their class (--intercept)",
     )
-
-
-def _pair(parts: tuple[Data, Data]) -> tuple[Data, Data | None]:
-    """Built-in data has test data, which a user's may lack."""
-    return parts
 
 
 def _classes(data: LibsvmRows, file: str) -> tuple[float, float]:
@@ -151,11 +153,15 @@ def matrix_completion(options: TaskOptions) -> Task:
     """The unknown entries of a matrix of low rank, such as ratings."""
     if options.data is None:
         made = low_rank(options.seed, users=5_000, items=2_000, entries=550_000)
-        train, test = _pair(first_entries(made, 500_000))
-    else:
-        train = read_ratings(options.data, cache=options.cache)
-        test = None if options.test is None else read_ratings(options.test, cache=options.cache)
-    test, notes = (None, ()) if test is None else _known(train, test)
+        return ratings_task(*first_entries(made, 500_000), options)
+    train = read_ratings(options.data, cache=options.cache)
+    test = None if options.test is None else read_ratings(options.test, cache=options.cache)
+    return ratings_task(train, test, options)
+
+
+def ratings_task(train: RatingEntries, test: RatingEntries | None, options: TaskOptions) -> Task:
+    """Make the task of these entries."""
+    known, notes = (None, ()) if test is None else _known(train, test)
     regulariser = 1.0 if options.regulariser is None else options.regulariser
 
     def problem(data: RatingEntries) -> MatrixCompletion:
@@ -164,7 +170,7 @@ def matrix_completion(options: TaskOptions) -> Task:
     return Task(
         name="matrix-completion",
         problem=problem(train),
-        test=None if test is None else problem(test),
+        test=None if known is None else problem(known),
         rate=0.05,
         notes=notes,
     )
@@ -187,10 +193,13 @@ def _known(train: RatingEntries, test: RatingEntries) -> tuple[RatingEntries, tu
 
 def graph_cut(options: TaskOptions) -> Task:
     """The smallest cut between the source and the sink of a network, relaxed and rounded."""
-    network = noisy_disc(options.seed, side=100) if options.data is None else read_dimacs(options.data)
-    problem = GraphCut.from_arcs(
-        network.tails, network.heads, network.capacities, network.nodes, network.source, network.sink
-    )
+    return cut_task(noisy_disc(options.seed, side=100) if options.data is None else read_dimacs(options.data))
+
+
+def cut_task(network: FlowNetwork) -> Task:
+    """Make the task of a network."""
+    arcs = (network.tails, network.heads, network.capacities)
+    problem = GraphCut.from_arcs(*arcs, network.nodes, network.source, network.sink)
     typical = float(problem.weights.mean()) if problem.items else 1.0
     return Task(name="graph-cut", problem=problem, rate=0.1 / typical, decay=0.995, epochs=800, network=network)
 
