@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+
 from paceline.hogwild.cuts import round_cut
 from paceline.hogwild.engine import SCHEMES, Engine, sparse_policy
 from paceline.hogwild.sparsity import Sparsity, sparsity
@@ -97,7 +99,7 @@ class HogwildStudy(Study):
             x_axis=Axis(label="threads"),
             y_axis=Axis(label="speed-up over serial"),
             series=tuple(_series(whole, self.threads)),
-            notes=(*self._notes(tasks), *(note for name in tasks for note in _verdicts(name, whole)), *about),
+            notes=(*self._notes(), *(note for name in tasks for note in _verdicts(name, whole)), *about),
             records=tuple({**asdict(arm), **asdict(trial)} for arm, found in whole.items() for trial in found),
             missing="interrupted: some runs are missing" if interrupted else None,
             interrupted=interrupted,
@@ -148,7 +150,7 @@ class HogwildStudy(Study):
         engine = Engine(task.problem, "hogwild", seed=0, rate=task.rate, decay=task.decay)
         seconds = sum(engine.run().seconds for _ in range(self.cut_epochs))
         value, sides = round_cut(task.network, engine.parameters["x"][:, 0])
-        exact, _ = round_cut(task.network, [1, 0, *picture.exact.ravel()])
+        exact, _ = round_cut(task.network, np.concatenate([[1, 0], picture.exact.ravel()]))
         panels = (
             Panel("left picture", picture.seen),
             Panel(f"relaxed and rounded: {value:,.0f}", sides[2:].reshape(picture.exact.shape)),
@@ -161,15 +163,15 @@ class HogwildStudy(Study):
         )
         return {"cut": panels}, (note,)
 
-    def _notes(self, tasks: dict[str, Task]) -> tuple[str, ...]:
+    def _notes(self) -> tuple[str, ...]:
         return (
             'After the table and the figure "speed-up" of the lecture on Hogwild! (Niu, Recht, Re and Wright, 2011). '
             "Published times and speed-ups are of 10 cores, 20 epochs and other data of the same kind: "
             + ", ".join(f"{data} for {problem}" for problem, (data, _) in PUBLISHED.items())
             + ".",
-            f"{self.epochs} epochs, rate times {statistics.fmean(task.decay for task in tasks.values()):.3g} on average "
-            f"after each; {self.seeds} seeds, +- is half of the 95 % interval. Seconds are wall-clock time of the updates, "
-            "with the preparation of cyclades: they need an idle machine.",
+            f"{self.epochs} epochs, after each of which the rate is multiplied by 0.9 (cuts: 0.995); {self.seeds} "
+            "seeds, +- is half of the 95 % interval. Seconds are wall-clock time of the updates, with cyclades' "
+            "preparation: they need an idle machine.",
             "lost: the share of watched stores that overwrote another thread's. slow-down: how many times more updates "
             "the paper's bound asks for, 1 + 6 tau rho + 6 tau^2 Omega Delta^(1/2) with tau threads. The error is the "
             "share of wrong signs, the RMSE, or the cut at the threshold 1/2.",
