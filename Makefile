@@ -1,7 +1,8 @@
 # make demo   install into .venv and train the default problem
 # make test   install into .venv and run linter, type checker and tests
 # make soak   install into .venv and run the long tests, which make test leaves out
-# make native-sanitizers   run the native collectives, ranks as threads, under the thread, address and undefined-behaviour sanitizers
+# make native-sanitizers   run the native collectives, ranks as threads, and the sparse engine under the thread, address and
+#                          undefined-behaviour sanitizers
 
 PYTHON ?= python3
 VENV   := .venv
@@ -9,6 +10,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 
 NATIVE := $(addprefix paceline/native/,kernels.cpp segment.cpp collectives.cpp mailbox.cpp group.cpp)
+SPARSE := $(addprefix paceline/native/sparse/,linear.cpp completion.cpp cut.cpp order.cpp)
 
 .PHONY: demo test soak check native-sanitizers clean
 
@@ -31,7 +33,9 @@ native-sanitizers:
 	@mkdir -p build
 	for kind in thread address,undefined; do \
 	  $(CXX) -std=c++20 -O1 -g -Wall -Wextra -fsanitize=$$kind -fno-sanitize-recover=all -Ipaceline/native \
-	    $(NATIVE) tests/native/stress.cpp -o build/stress -pthread && build/stress || exit 1; \
+	    $(NATIVE) tests/native/stress.cpp -o build/stress -pthread && build/stress && \
+	  $(CXX) -std=c++20 -O1 -g -Wall -Wextra -fsanitize=$$kind -fno-sanitize-recover=all -Ipaceline/native/sparse \
+	    $(SPARSE) tests/native/sparse_stress.cpp -o build/sparse_stress -pthread && build/sparse_stress || exit 1; \
 	done
 
 # torch first and alone: a resolver that sees it among other requirements may settle on a GPU build.

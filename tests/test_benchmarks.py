@@ -261,3 +261,11 @@ def test_threads_of_a_script(run: Scripts) -> None:
     ways = [(row["threads"], row["beside"]) for row in found["rows"]]
     assert ways == [(0, 0), (0, found["cores"]), (found["cores"], 0), (found["cores"], found["cores"])]
     assert all(positive(row, "mflop", "step_ms", "over_one", "over_idle") for row in found["rows"])
+
+
+def test_sparse_speed(run: Scripts) -> None:
+    pytest.importorskip("paceline.native._sparse")
+    found = run("sparse_speed.py", "--only", "threads", "delay", "completion")
+    assert {row["policy"] for row in found["threads"]} >= {"serial", "hogwild(threads=2)", "together"}
+    assert all(row["error / serial's"] == 1 for row in found["delay"] if row["policy"].startswith("cyclades"))
+    assert all(row["updates per second"] > 0 for part in found.values() for row in part)

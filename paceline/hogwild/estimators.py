@@ -100,12 +100,12 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
             if self.fit_intercept:
                 engine.parameters["intercept"][:] = intercepts[column]
             made = max(made, self._run(engine, epochs, tol))
+            if not np.isfinite(engine.objective()):
+                raise ValueError(
+                    f"the objective became infinite at rate={self.rate_:g}; scale the data or lower the rate"
+                )
             coefs[column] = engine.parameters["coef"]
             intercepts[column] = engine.parameters["intercept"][0] if self.fit_intercept else 0
-        if not (np.isfinite(coefs).all() and np.isfinite(intercepts).all()):
-            raise ValueError(
-                f"the weights became infinite at rate={self.rate_:g}; scale the data or pass a smaller rate"
-            )
         self.coef_, self.intercept_, self.n_iter_ = coefs, intercepts, made
 
     def _run(self, engine: Engine, epochs: int, tol: float | None) -> int:
@@ -118,7 +118,7 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
             objective = engine.objective()
             idle = 0 if objective <= best - tol else idle + 1
             best = min(best, objective)
-            if idle >= self.n_iter_no_change or not np.isfinite(objective):
+            if idle >= self.n_iter_no_change:
                 return epoch
         return epochs
 

@@ -238,25 +238,28 @@ class Schemes {
       Asking asking(thread == 0 ? settings_.interrupted : nullptr, settings_.context);
       Plain access;
       while (done < settings_.end && !stop) {
+        // The calling thread changes these after the last batch, while others may still be at the loop over batches.
+        const int64_t group = done, size = batch;
+        const auto batches = static_cast<int>(std::min<int64_t>(threads, (settings_.end - group + size - 1) / size));
         const auto begun = Clock::now();
-        const int64_t own = done + thread * batch;
-        if (own < settings_.end)
-          conflicts[thread].divide(problem_, settings_.order + own, std::min(batch, settings_.end - own), parcels[thread]);
+        const int64_t own = group + thread * size;
+        if (thread < batches)
+          conflicts[thread].divide(problem_, settings_.order + own, std::min(size, settings_.end - own), parcels[thread]);
         barrier.wait();
         if (thread == 0) outcome_.preparation_seconds += seconds_since(begun);
-        for (int k = 0; k < threads && done + k * batch < settings_.end; ++k) {
+        for (int k = 0; k < batches; ++k) {
           const auto& items = parcels[k].of_thread[thread];
           update_range(problem_, access, items.data(), 0, static_cast<int64_t>(items.size()), scratches[thread]);
           barrier.wait();
         }
         if (thread == 0) {
           int64_t largest = 0;
-          for (int k = 0; k < threads && done + k * batch < settings_.end; ++k) {
+          for (int k = 0; k < batches; ++k) {
             note(parcels[k]);
             largest = std::max(largest, parcels[k].largest);
           }
-          done = std::min(settings_.end, done + threads * batch);
-          if (settings_.batch == 0) batch = next_batch(batch, largest);
+          done = std::min(settings_.end, group + batches * size);
+          if (settings_.batch == 0) batch = next_batch(size, largest);
           stop = asking.must_stop();
         }
         barrier.wait();

@@ -1,0 +1,91 @@
+"""The estimators with scikit-learn's interface."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("paceline.native._sparse", reason="needs the compiled engine")
+pytest.importorskip("sklearn", reason="needs scikit-learn")
+
+from scipy import sparse
+from sklearn.datasets import make_blobs, make_regression
+from sklearn.utils.estimator_checks import estimator_checks_generator
+
+from paceline import HogwildClassifier, HogwildRegressor
+
+# An example of weight 2 is one update, the same example twice is two: scikit-learn expects that of its own SGD too.
+NOT_EQUIVALENT = {
+    f"check_sample_weight_equivalence_on_{kind}_data": "updates of stochastic gradient descent are not weighted sums"
+    for kind in ("dense", "sparse")
+}
+CHECKS = [
+    check
+    for estimator in (HogwildClassifier(), HogwildClassifier("log_loss", policy="cyclades"), HogwildRegressor())
+    for check in estimator_checks_generator(estimator, expected_failed_checks=NOT_EQUIVALENT, mark="skip")
+]
+
+
+def name_of(value: Any) -> str:
+    return getattr(getattr(value, "func", value), "__name__", type(value).__name__)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("estimator", "check"), CHECKS, ids=name_of)
+def test_scikit_learns_own_checks(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+def test_more_than_two_classes() -> None:
+    rows, labels = make_blobs(400, centers=4, random_state=1)
+    names = np.array(["a", "b", "c", "d"])[labels]
+    model = HogwildClassifier("log_loss", random_state=0).fit(sparse.csr_matrix(rows), names)
+    assert model.score(rows, names) > 0.9
+    assert model.coef_.shape == (4, 2)
+    assert model.decision_function(rows).shape == (400, 4)
+    np.testing.assert_allclose(model.predict_proba(rows).sum(axis=1), 1)
+
+
+def test_partial_fit_goes_on() -> None:
+    rows, labels = make_blobs(300, centers=2, random_state=2)
+    model = HogwildClassifier(random_state=0)
+    for part in np.array_split(np.arange(300), 5):
+        model.partial_fit(rows[part], labels[part], classes=[0, 1])
+    assert model.score(rows, labels) > 0.95
+    with pytest.raises(ValueError, match="wanted labels of the first call"):
+        model.partial_fit(rows, labels + 1)
+
+
+def test_probabilities_are_for_log_loss() -> None:
+    assert not hasattr(HogwildClassifier(), "predict_proba")
+    assert hasattr(HogwildClassifier("log_loss"), "predict_proba")
+
+
+def test_training_ends_when_nothing_improves() -> None:
+    rows, labels = make_blobs(300, centers=2, random_state=2)
+    model = HogwildClassifier(tol=10.0, n_iter_no_change=2, random_state=0).fit(rows, labels)
+    assert model.n_iter_ == 3
+    assert HogwildClassifier(tol=None, max_iter=7).fit(rows, labels).n_iter_ == 7
+
+
+def test_regression() -> None:
+    rows, targets = make_regression(500, 10, noise=0.1, random_state=0)
+    model = HogwildRegressor(random_state=0, policy="cyclades(threads=2)").fit(rows, targets)
+    assert model.score(rows, targets) > 0.99
+    twin = HogwildRegressor(random_state=0, policy="serial").fit(rows, targets)
+    assert (model.coef_ == twin.coef_).all()
+
+
+def test_a_rate_that_is_too_high_is_told() -> None:
+    rows, targets = make_regression(100, 10, random_state=0)
+    with pytest.raises(ValueError, match="the objective became infinite at rate=50"), np.errstate(all="ignore"):
+        HogwildRegressor(rate=50.0).fit(rows, targets)
+
+
+def test_importing_paceline_imports_no_scikit_learn() -> None:
+    code = "import paceline.hogwild.engine, sys; sys.exit(any(m in sys.modules for m in ('sklearn', 'scipy', 'torch')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
