@@ -72,7 +72,7 @@ class HogwildStudy(Study):
     threads: tuple[int, ...] = option((1, 2), "Numbers of threads.")
     epochs: int = option(20, "Of every run.")
     cut_epochs: int = option(800, "Of the one run that gives the cut in the picture, if there is one.")
-    size: float = option(1.0, "Of the synthetic problems, as a multiple of 400,000 rows or 500,000 entries.")
+    size: float = option(1.0, "Of the synthetic problems, as a multiple of 400,000 rows or 2 million entries.")
     seeds: int = option(3, "Runs of every line.")
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class HogwildStudy(Study):
             seed=context.seed,
             columns=_COLUMNS,
             rows=tuple(_row(arm, whole, tasks[arm.data], sparse[arm.data]) for arm in whole),
-            x_axis=Axis(label="threads"),
+            x_axis=Axis(label="threads", scale="log"),
             y_axis=Axis(label="speed-up over serial"),
             series=tuple(_series(whole, self.threads)),
             notes=(*self._notes(), *(note for name in tasks for note in _verdicts(name, whole)), *about),

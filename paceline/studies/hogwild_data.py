@@ -20,16 +20,16 @@ PUBLISHED = {
 
 
 def sparse_svm(size: float) -> Task:
-    """A support vector machine whose rows share few columns."""
+    """A support vector machine whose rows share few columns, with more parameters than a core's own caches hold."""
     count = max(100, int(400_000 * size))
-    made = sparse_rows(0, rows=count + count // 10, columns=max(100, int(100_000 * size)), per_row=10)
+    made = sparse_rows(0, rows=count + count // 10, columns=max(100, int(1_000_000 * size)), per_row=10)
     return rows_task(*first_rows(made, count), TaskOptions())
 
 
 def low_rank_matrix(size: float) -> Task:
     """Entries of a matrix of rank 5."""
-    count = max(200, int(500_000 * size))
-    users, items = max(10, int(20_000 * size**0.5)), max(10, int(5_000 * size**0.5))
+    count = max(200, int(2_000_000 * size))
+    users, items = max(10, int(200_000 * size)), max(10, int(20_000 * size))
     made = low_rank(0, users=users, items=items, entries=count + count // 10)
     return ratings_task(*first_entries(made, count), TaskOptions(problem="matrix-completion", rank=10))
 
