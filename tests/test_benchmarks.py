@@ -272,7 +272,8 @@ def test_sparse_speed(run: Scripts) -> None:
 
 
 def test_readers_of_sparse_text_are_compared(run: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("paceline.native._readers", exc_type=ImportError)
+    for module in ("_readers", "_sparse"):
+        pytest.importorskip(f"paceline.native.{module}", exc_type=ImportError)
     monkeypatch.chdir(tmp_path)
     result = run("sparse_readers.py")
     assert {"all cores", "one core", "through a new cache", "from the cache"} <= {row["way"] for row in result["rows"]}

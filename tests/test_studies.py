@@ -132,6 +132,13 @@ QUICK_ARGUMENTS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _compiled_engine(request: pytest.FixtureRequest) -> None:
+    """Skip the study of the compiled engine where there is none."""
+    if "hogwild" in request.node.name:
+        pytest.importorskip("paceline.native._sparse", exc_type=ImportError)
+
+
 @cache
 def quick_result(name: str, seed: int = 0) -> StudyResult:
     return QUICK[name].run(StudyContext(seed=seed))

@@ -26,6 +26,14 @@ struct Libsvm {
   Oddity unsorted, repeated;
   int32_t largest = -1;
 
+  // Makes room for what the text can hold at most: vectors that grow copy what they have, again and again.
+  void prepare(const char* begin, const char* end) {
+    const auto lines = static_cast<size_t>(std::count(begin, end, '\n')) + 1;
+    const auto entries = static_cast<size_t>(std::count(begin, end, ':'));
+    targets.reserve(lines), lengths.reserve(lines);
+    indices.reserve(entries), values.reserve(entries);
+  }
+
   void read(Line line) {
     if (line.is_over()) return;
     const char* const start = line.at;
@@ -78,6 +86,11 @@ struct Ratings {
   int32_t largest_user = -1, largest_item = -1;
   const char* first_entry = nullptr;
 
+  void prepare(const char* begin, const char* end) {
+    const auto lines = static_cast<size_t>(std::count(begin, end, '\n')) + 1;
+    users.reserve(lines), items.reserve(lines), values.reserve(lines);
+  }
+
   void read(Line line) {
     if (line.is_over() || *line.at == '%') return;
     const char* const start = line.at;
@@ -124,6 +137,8 @@ struct Dimacs {
   int64_t nodes = 0, arcs = 0, source = 0, sink = 0;
   std::vector<int32_t> tails, heads;
   std::vector<double> capacities;
+
+  void prepare(const char*, const char*) {}
 
   void read(Line line) {
     line.skip_blanks();

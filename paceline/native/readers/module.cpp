@@ -31,6 +31,7 @@ struct Piece {
 
   void read(const char* begin, const char* end) noexcept {
     try {
+      format.prepare(begin, end);
       lines = for_each_line(begin, end, [this](Line line) { format.read(line); });
     } catch (const Mistake& found) {
       mistake = found;
