@@ -20,4 +20,10 @@ def extension(name: str, folder: str) -> Extension:
     )
 
 
-setup(ext_modules=[extension("_core", "paceline/native"), extension("_sparse", "paceline/native/sparse")])
+setup(
+    ext_modules=[
+        extension("_core", "paceline/native"),
+        extension("_sparse", "paceline/native/sparse"),
+        extension("_readers", "paceline/native/readers"),
+    ]
+)

@@ -279,3 +279,13 @@ def test_sparse_speed(run: Scripts) -> None:
     assert {row["policy"] for row in found["threads"]} >= {"serial", "hogwild(threads=2)", "together"}
     assert all(row["error / serial's"] == 1 for row in found["delay"] if row["policy"].startswith("cyclades"))
     assert all(row["updates per second"] > 0 for part in found.values() for row in part)
+
+
+def test_readers_of_sparse_text_are_compared(run: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("_readers", "_sparse"):
+        pytest.importorskip(f"paceline.native.{module}", exc_type=ImportError)
+    monkeypatch.chdir(tmp_path)
+    result = run("sparse_readers.py")
+    assert {"all cores", "one core", "through a new cache", "from the cache"} <= {row["way"] for row in result["rows"]}
+    assert result["limited"]["csr_mb"] > 0
+    assert list(tmp_path.iterdir()) == []

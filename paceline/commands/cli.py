@@ -28,6 +28,14 @@ from paceline.commands.options import (
 )
 from paceline.commands.replay import replay
 from paceline.commands.run import run, serve
+from paceline.commands.sparse import (
+    NAMES,
+    OWN,
+    refuse_sparse_options,
+    saved_sparse,
+    sparse_options,
+    train_sparse_problem,
+)
 from paceline.errors import CommError, PacelineError, UsageError, unknown_name
 from paceline.interrupts import INTERRUPTED, Interrupts, StopRequest, answered, end_at_once
 from paceline.launch.environment import read_world
@@ -121,7 +129,9 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.option("--warmup", default="none", show_default=True, help="none, constant or gradual.")
 @click.option("--warmup-epochs", type=float, default=5.0, show_default=True)
 @click.option("--warmup-start", type=float, help="Share of the rate to start from.  [default: before scaling]")
-@click.option("--decay", default="none", show_default=True, help="none, step or cosine.")
+@click.option(
+    "--decay", default="none", show_default=True, help="none, step or cosine; of sparse problems a factor, such as 0.9."
+)
 @click.option("--decay-epochs", default="30,60,80", show_default=True, help="Where step decay multiplies the rate.")
 @click.option("--decay-factor", type=float, default=0.1, show_default=True)
 @click.option("--clip-norm", type=float, help="Clip gradients to this norm.")
@@ -133,6 +143,7 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.option("--save-every", type=int, help="Updates between checkpoints.  [default: one epoch]")
 @click.option("--log-every", type=int, default=1, show_default=True, help="Updates between lines of metrics.")
 @click.option("--on-nan", default="stop", show_default=True, help="stop, skip or ignore a loss that is not finite.")
+@sparse_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @click.pass_context
 def train(
@@ -147,7 +158,25 @@ def train(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train a built-in PROBLEM, or the one that a Python file makes (path/to/file.py)."""
+    """Train a built-in PROBLEM, or the one that a Python file makes (path/to/file.py).
+
+    svm, matrix-completion and graph-cut are sparse problems, which threads of one process train.
+    """
+    given = _typed(context, context.params)
+    saved = saved_sparse(resume) if resume is not None else None
+    if saved is not None or (resume is None and options["problem"] in NAMES):
+        if not _is_on_command_line(context, "data"):  # PACELINE_DATA is a directory, and these want a file
+            given.pop("data", None)
+        try:
+            train_sparse_problem({**given, "problem": options["problem"]}, saved, _free_run)
+        except KeyboardInterrupt as error:
+            _fail(str(error) or "interrupted", INTERRUPTED)
+        return
+    refuse_sparse_options(given, options["problem"])
+    if resume is None:
+        _check_problem_name(options["problem"])
+    for name in OWN:
+        del options[name]
     asking = "--servers" if servers > 1 else None
     if resume is None:
         needs_server(options["policy"], asking, workers)  # before torch is imported
@@ -307,6 +336,17 @@ def _typed(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
     """The options that the user gave, without defaults."""
     default = click.core.ParameterSource.DEFAULT
     return {name: value for name, value in options.items() if context.get_parameter_source(name) != default}
+
+
+def _check_problem_name(name: str) -> None:
+    from paceline.problems.load import PROBLEMS
+
+    if name not in PROBLEMS and ".py" not in name:
+        raise unknown_name("problem", name, [*PROBLEMS, *NAMES])
+
+
+def _is_on_command_line(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
 
 
 def _saved_options(run: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from paceline.studies.communication import CommunicationStudy
 from paceline.studies.diloco import DiLoCoStudy
 from paceline.studies.easgd import EASGDStudy
 from paceline.studies.effective_batch import EffectiveBatchStudy
+from paceline.studies.hogwild import HogwildStudy
 from paceline.studies.local_sgd import LocalSGDStudy
 from paceline.studies.optimizers import OptimizersStudy
 from paceline.studies.scaling import ScalingStudy
@@ -26,6 +27,7 @@ __all__ = [
     "DiLoCoStudy",
     "EASGDStudy",
     "EffectiveBatchStudy",
+    "HogwildStudy",
     "LocalSGDStudy",
     "OptimizersStudy",
     "SMAStudy",
@@ -56,5 +58,6 @@ STUDIES: dict[str, type[Study]] = {
         StalenessStudy,
         AdversariesStudy,
         EASGDStudy,
+        HogwildStudy,
     )
 }

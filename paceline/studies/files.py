@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from paceline.errors import PacelineError, UsageError
+from paceline.report.pictures import draw_pictures
 from paceline.report.plots import draw
 from paceline.studies.study import StudyResult
 
@@ -40,6 +41,8 @@ def _write_files(result: StudyResult, folder: Path) -> None:
     (folder / "result.json").write_text(as_json(result), encoding="utf-8")
     (folder / "table.md").write_text(as_markdown(result), encoding="utf-8")
     draw(result.study.title, result.series, result.x_axis, result.y_axis, folder / "plot.png")
+    for name, panels in result.pictures.items():
+        draw_pictures(panels, folder / f"{name}.png")
 
 
 def as_json(result: StudyResult) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from paceline.interrupts import Interrupts
+from paceline.report.pictures import Panel
 from paceline.report.series import Axis, Series
 from paceline.spec import check_types, to_spec
 
@@ -86,11 +87,12 @@ class StudyResult:
     records: tuple[dict[str, Any], ...] = ()  # all measurements, for result.json
     missing: str | None = None  # what is missing, such as a target that was not reached
     interrupted: bool = False  # by the user, so the result may be incomplete
+    pictures: Mapping[str, tuple[Panel, ...]] = field(default_factory=dict)  # by the name of their file
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts and plain values that fit JSON."""
         values = asdict(self)
-        del values["study"]
+        del values["study"], values["pictures"]
         return {
             "study": self.study.name,
             "title": self.study.title,

@@ -1,0 +1,241 @@
+"""Sparse problems in ``paceline train``: runs on disk, exact resuming, stopping, and options that do not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.errors import CheckpointError, NonFiniteLossError, UsageError
+from paceline.hogwild.engine import Engine, Report
+from paceline.hogwild.problems import LinearProblem, MatrixCompletion, Problem
+from paceline.hogwild.tasks import TaskOptions, load_task
+from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
+from paceline.record.metrics import read_metrics
+from paceline.training.sparse import SparseConfig, train_sparse
+
+pytest.importorskip("paceline.native._sparse", exc_type=ImportError)
+pytest.importorskip("paceline.native._readers", exc_type=ImportError)
+
+TIMES = {"time", "seconds", "preparation_seconds", "updates_per_second"}
+ROWS = "".join(f"{1 if i % 3 else -1} {i % 7}:{1 + i % 4} {7 + i % 5}:-1\n" for i in range(200))
+RATINGS = "".join(f"{i % 13}\t{i % 11}\t{1 + (i * i) % 5}\n" for i in range(200))
+NETWORK = "p max 4 5\nn 1 s\nn 4 t\na 1 2 3\na 1 3 2\na 2 3 1\na 2 4 2\na 3 4 3\n"
+TEXTS = {"svm": ROWS, "matrix-completion": RATINGS, "graph-cut": NETWORK}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, str]:
+    """A small file of each problem."""
+    for problem, text in TEXTS.items():
+        (tmp_path / problem).write_text(text)
+    return {problem: str(tmp_path / problem) for problem in TEXTS}
+
+
+def config(run: Path | None, data: str | None, problem: str = "svm", **options: Any) -> SparseConfig:
+    where = None if run is None else str(run)
+    return SparseConfig(options=TaskOptions(problem=problem, data=data), run=where, **{"policy": "serial", **options})
+
+
+def parameters_of(run: Path) -> dict[str, Any]:
+    file = CheckpointFolder(run / "checkpoints").files()[-1]
+    return {name: array.tolist() for name, array in read_checkpoint(file)["parameters"].items()}
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    events = read_metrics(run / "metrics.jsonl")
+    return [{name: value for name, value in event.items() if name not in TIMES} for event in events]
+
+
+@pytest.mark.parametrize("problem", TEXTS)
+def test_a_run_has_its_configuration_metrics_and_checkpoint(problem: str, data: dict[str, str], tmp_path: Path) -> None:
+    result = train_sparse(config(tmp_path / "run", data[problem], problem, epochs=3))
+    first, *epochs, end = metrics_of(tmp_path / "run")
+    assert first["event"] == "data" and {"omega", "delta", "rho", "predicted_slowdown", "threads"} <= first.keys()
+    assert [event["epoch"] for event in epochs] == [0, 1, 2, 3]
+    assert {"objective", "updates", "lost_update_rate"} <= epochs[-1].keys()
+    assert epochs[-1]["objective"] <= epochs[0]["objective"]
+    assert end["event"] == "end" and end["objective"] == result.measured["objective"]
+    items = load_task(TaskOptions(problem=problem, data=data[problem])).problem.items
+    assert (result.epochs, result.updates) == (3, 3 * items)
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())["sparse"]
+    assert SparseConfig.from_dict(saved) == config(tmp_path / "run", data[problem], problem, epochs=3)
+
+
+class StopAfter:
+    """Ask to stop after so many looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def __call__(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+@pytest.mark.parametrize("policy", ["serial", "cyclades(threads=2)"])
+@pytest.mark.parametrize("problem", TEXTS)
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    problem: str, policy: str, data: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.training.sparse._FIRST_SLICE", 2)
+    monkeypatch.setattr("paceline.training.sparse._SLICE_SECONDS", 0.0)
+    options: dict[str, Any] = {"policy": policy, "epochs": 4}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_sparse(config(whole, data[problem], problem, **options))
+    for looks in (1, 3):
+        with pytest.raises(KeyboardInterrupt):
+            train_sparse(config(parts, data[problem], problem, resume=True, **options), stop=StopAfter(looks))
+    result = train_sparse(config(parts, data[problem], problem, resume=True, **options))
+    assert 0 < result.resumed_at < result.updates
+    assert parameters_of(parts) == parameters_of(whole)
+    assert metrics_of(parts) == metrics_of(whole)
+
+
+def test_a_finished_run_is_finished(data: dict[str, str], tmp_path: Path) -> None:
+    first = train_sparse(config(tmp_path / "run", data["svm"], epochs=2))
+    again = train_sparse(config(tmp_path / "run", data["svm"], epochs=2, resume=True))
+    assert again.resumed_at == first.updates == again.updates
+    assert again.measured == first.measured
+    longer = train_sparse(config(tmp_path / "run", data["svm"], epochs=3, resume=True))
+    assert longer.epochs == 3
+
+
+def test_a_checkpoint_of_other_data_is_refused(data: dict[str, str], tmp_path: Path) -> None:
+    train_sparse(config(tmp_path / "run", data["svm"], epochs=1))
+    (tmp_path / "other").write_text("1 100:1\n-1 2:1\n")
+    with pytest.raises(CheckpointError, match="belongs to something else"):
+        train_sparse(config(tmp_path / "run", str(tmp_path / "other"), epochs=2, resume=True))
+    with pytest.raises(CheckpointError, match=r"belongs to something else.*svm"):
+        train_sparse(config(tmp_path / "run", data["graph-cut"], "graph-cut", epochs=2, resume=True))
+
+
+def test_a_rate_that_diverges_is_told(data: dict[str, str]) -> None:
+    with pytest.raises(NonFiniteLossError, match="lower the rate"):
+        train_sparse(config(None, data["matrix-completion"], "matrix-completion", rate=1e9, epochs=5))
+
+
+def test_save_every_counts_updates(data: dict[str, str], tmp_path: Path) -> None:
+    train_sparse(config(tmp_path / "run", data["svm"], epochs=2, save_every=150))
+    names = [file.name for file in CheckpointFolder(tmp_path / "run" / "checkpoints").files()]
+    assert names == ["step-0000000750.safetensors", "step-0000001500.safetensors", "step-0000002000.safetensors"]
+
+
+def test_classes_of_any_two_numbers_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "train").write_text("0 1:1\n2 1:-1\n0 1:2\n")
+    (tmp_path / "test").write_text("2 1:-1 9:1\n0 1:1\n")
+    task = load_task(TaskOptions(data=str(tmp_path / "train"), test=str(tmp_path / "test")))
+    result = train_sparse(SparseConfig(options=TaskOptions(), policy="serial", epochs=5), task)
+    assert result.measured["train_error"] == result.measured["test_error"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("1 1:1\n2 1:1\n3 1:1\n", r"found 3 \(1, 2, 3\).*--loss squared"), ("1 1:1\n1 1:1\n", r"found 1 \(1\)")],
+)
+def test_targets_must_be_of_two_classes(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "train").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_task(TaskOptions(data=str(tmp_path / "train")))
+
+
+def test_test_entries_of_unknown_users_are_left_out_and_told(data: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "test").write_text("1 1 3\n99 1 4\n1 99 4\n")
+    options = TaskOptions(problem="matrix-completion", data=data["matrix-completion"], test=str(tmp_path / "test"))
+    task = load_task(options)
+    assert task.test is not None and task.test.items == 1
+    assert task.notes == ("2 of 3 test entries have a user or item without training entries",)
+
+
+def test_rows_without_entries_are_told(tmp_path: Path) -> None:
+    (tmp_path / "train").write_text("1 1:1\n-1\n")
+    assert "1 of 2 rows have no entries" in load_task(TaskOptions(data=str(tmp_path / "train"))).notes[0]
+    assert load_task(TaskOptions(data=str(tmp_path / "train"), intercept=True)).notes == ()
+
+
+def test_the_smallest_cut_of_a_small_network_is_found(data: dict[str, str]) -> None:
+    result = train_sparse(config(None, data["graph-cut"], "graph-cut"))
+    assert result.value == 5 == pytest.approx(result.measured["objective"], rel=0.01)
+
+
+MISTAKES = {
+    "workers": (["svm", "--workers", "2"], "--workers does not go with the problem 'svm'"),
+    "an option of another sparse problem": (["svm", "--rank", "3"], "--rank does not go with the problem 'svm'"),
+    "an option of sparse problems": (["digits", "--rank", "3"], "--rank goes with the problems svm, .*not with digits"),
+    "a policy of other problems": (["svm", "--policy", "all-reduce"], "'all-reduce' is not one of a sparse problem"),
+    "a decay of other problems": (["svm", "--decay", "step"], "wanted a number as 0.9, got 'step'"),
+    "a decay above 1": (["svm", "--decay", "2"], "at most 1, got 2"),
+    "the rate": (["svm", "--rate", "-1"], "--rate must be above 0 and finite, got -1"),
+    "the loss": (["svm", "--loss", "hing"], "hinge, logistic, squared, got 'hing'"),
+    "the rank": (["matrix-completion", "--rank", "0"], "rank: wanted at least 1, got 0"),
+    "the epochs": (["graph-cut", "--epochs", "0"], "epochs must be at least 1, got 0"),
+    "the seed": (["svm", "--seed", "-1"], "seed must be a whole number"),
+    "a name": (["svn"], "Did you mean 'svm'"),
+    "a file": (["svm", "--data", "nowhere"], "nowhere: cannot be read"),
+    "test data alone": (["svm", "--test", "nowhere"], "--test goes with --data"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line(case: str, paceline: Any) -> None:
+    arguments, message = MISTAKES[case]
+    ended = paceline("train", *arguments)
+    assert ended.code == 2 and ended.out == ""
+    assert re.fullmatch(rf"paceline: .*{message}.*\n", ended.err), ended.err
+    assert not Path("runs").exists()
+
+
+def test_the_command_trains_and_shows_what_it_measured(
+    data: dict[str, str], paceline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_DATA", "nowhere")  # a directory of data sets is no file of rows
+    ended = paceline("train", "svm", "--data", data["svm"], "--policy", "hogwild(threads=2)", "--epochs", "2")
+    assert ended.code == 0, ended.err
+    assert re.search(r"svm: error 0\.\d+, objective .* after 2 epochs", ended.out)
+    assert "Omega 2, Delta" in ended.out and "run: runs/svm-1" in ended.out
+    again = paceline("train", "--resume", "runs/svm-1", "--epochs", "4", "--json")
+    result = json.loads(again.out)
+    assert (result["epochs"], result["resumed_at"], result["policy"]) == (4, 400, "hogwild(threads=2)")
+
+
+def test_ctrl_c_leaves_a_checkpoint(data: dict[str, str], paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Engine.run
+
+    def interrupted(engine: Engine, updates: int | None = None) -> Report:
+        if engine.position[0] == 2:
+            signal.raise_signal(signal.SIGINT)
+        return run(engine, updates)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "run", interrupted)
+        ended = paceline("train", "svm", "--data", data["svm"], "--policy", "serial")
+    assert ended.code == 130
+    assert ended.err.endswith("paceline: interrupted; go on with: paceline train --resume runs/svm-1\n")
+    result = json.loads(paceline("train", "--resume", "runs/svm-1", "--json").out)
+    assert (result["epochs"], result["resumed_at"]) == (20, 600)
+
+
+@pytest.mark.soak
+@pytest.mark.data
+def test_the_relaxed_cut_of_the_tsukuba_pair_is_near_the_smallest(data_dir: Path) -> None:
+    file = str(data_dir / "tsukuba" / "tsukuba-nearfar.max.gz")
+    result = train_sparse(config(None, file, "graph-cut", policy="hogwild"))
+    assert 50979 <= result.value <= 1.01 * 50979
+
+
+def test_built_in_data_is_the_same_for_the_same_seed() -> None:
+    for problem in TEXTS:
+        one, same, other = (load_task(TaskOptions(problem=problem, seed=seed)).problem for seed in (1, 1, 2))
+        first, second, third = (numbers_of(each) for each in (one, same, other))
+        assert np.array_equal(first, second) and not np.array_equal(first, third)
+
+
+def numbers_of(problem: Problem) -> Any:
+    if isinstance(problem, LinearProblem):
+        return problem.rows.values
+    return problem.values if isinstance(problem, MatrixCompletion) else problem.weights  # type: ignore[attr-defined]
