@@ -1,0 +1,36 @@
+"""How values become fewer bytes, as values: one small file per idea, one table from name to class."""
+
+from __future__ import annotations
+
+from paceline.codecs.base import Codec, CodecState, Collective, Part, Parts, Pending, PendingPackets
+from paceline.codecs.cast import Cast
+from paceline.codecs.qsgd import QSGD
+from paceline.codecs.top_k import TopK
+from paceline.spec import from_spec
+
+__all__ = [
+    "CODECS",
+    "QSGD",
+    "Cast",
+    "Codec",
+    "CodecState",
+    "Collective",
+    "Part",
+    "Parts",
+    "Pending",
+    "PendingPackets",
+    "TopK",
+    "parse_codec",
+]
+
+_ALL: tuple[type[Codec], ...] = (Cast, QSGD, TopK)
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _ALL}
+
+
+def parse_codec(text: str) -> Codec:
+    """Read a codec from its text form.
+
+    >>> str(parse_codec("top-k(density=0.001, momentum=0.9)"))
+    'top-k(momentum=0.9)'
+    """
+    return from_spec("codec", CODECS, text)
