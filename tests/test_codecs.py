@@ -16,9 +16,17 @@ ALL = [
     "cast(to=fp16)",
     "cast(to=fp8)",
     "qsgd(raw_below=0)",
-    "qsgd(levels=1, bucket=128, norm=2, raw_below=0)",
+    "qsgd(levels=1, bucket=24, norm=2, raw_below=0)",
+    "qsgd(levels=1, norm=2, form=elias, raw_below=0)",
+    "qsgd(levels=15, form=elias, raw_below=0)",
+    "sign",
+    "sign(feedback=false, vote=majority, bucket=104)",
     "top-k(density=0.1)",
     "top-k(density=0.1, momentum=0.9)",
+    "threshold(tau=0.5)",
+    "threshold(tau=1.5, form=words)",
+    "threshold(tau=1.0, adaptive=0.01)",
+    "power-sgd(rank=1)",
 ]
 
 

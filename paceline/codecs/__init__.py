@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from paceline.codecs.base import Codec, CodecState, Collective, Part, Parts, Pending, PendingPackets
 from paceline.codecs.cast import Cast
+from paceline.codecs.power_sgd import PowerSGD
 from paceline.codecs.qsgd import QSGD
+from paceline.codecs.sign import Sign
+from paceline.codecs.threshold import Threshold
 from paceline.codecs.top_k import TopK
 from paceline.spec import from_spec
 
@@ -19,11 +22,14 @@ __all__ = [
     "Parts",
     "Pending",
     "PendingPackets",
+    "PowerSGD",
+    "Sign",
+    "Threshold",
     "TopK",
     "parse_codec",
 ]
 
-_ALL: tuple[type[Codec], ...] = (Cast, QSGD, TopK)
+_ALL: tuple[type[Codec], ...] = (Cast, QSGD, Sign, TopK, Threshold, PowerSGD)
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _ALL}
 
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from paceline.codecs.packet import HEADER, Reader, put, seal, unseal
-from paceline.errors import NonFiniteInputError, UsageError, WireError
+from paceline.errors import NonFiniteInputError, UsageError
 from paceline.spec import check_types, to_spec
+
+LIMIT = 2.0**96
 
 C = TypeVar("C", bound="Codec")
 
@@ -162,6 +164,11 @@ class CodecState(ABC, Generic[C]):
         """Change all values together before their pieces are encoded; ``values`` itself must stay as it is."""
         return values
 
+    def combine(self, packets: Sequence[Tensor], flat: Tensor) -> None:
+        """Make the result of a reduction from the packets of all ranks."""
+        for number, packet in enumerate(packets):
+            self.decode(packet, flat, add=number > 0)
+
     # For users --------------------------------------------------------------------------------------------------------
 
     def encode(self, flat: Tensor, *, step: int) -> Tensor:
@@ -203,11 +210,10 @@ class CodecState(ABC, Generic[C]):
 
         def finish() -> None:
             arrived = packets.wait()
-            if any(packet.numel() == 0 for packet in arrived):
+            if all(packet.numel() for packet in arrived):
+                self.combine(arrived, flat)
+            else:
                 flat.fill_(math.nan)
-                return
-            for number, packet in enumerate(arrived):
-                self.decode(packet, flat, add=number > 0)
 
         return Reduction(finish)
 
@@ -231,14 +237,22 @@ class CodecState(ABC, Generic[C]):
     def _checked(self, flat: Tensor) -> Tensor:
         self._check_shape(flat)
         values = flat.detach().to("cpu", torch.float32).contiguous()
-        if not is_finite(values):
-            raise NonFiniteInputError(f"codec {self.codec} cannot encode NaN or infinite values; skip this step")
+        if not can_be_coded(values):
+            raise NonFiniteInputError(
+                f"codec {self.codec} wants finite values below 2^96, got NaN, infinite or larger ones; skip this step"
+            )
         return values
 
 
-def is_finite(values: Tensor) -> bool:
-    """Whether all values are finite."""
-    return bool(torch.isfinite(values).all())
+def can_be_coded(values: Tensor) -> bool:
+    """Whether all values are finite, and so small that no sum of many is infinite."""
+    return values.numel() == 0 or bool(values.abs().amax() < LIMIT)
+
+
+def check_bucket(codec: Codec, bucket: int) -> None:
+    """Raise unless so many values can share a number: a bucket's codes must fill whole bytes."""
+    if not (8 <= bucket <= 1 << 20 and bucket % 8 == 0):
+        raise codec.mistake(f"bucket must be a multiple of 8 from 8 to {1 << 20}, got {bucket}")
 
 
 def store(out: Tensor, values: Tensor, *, add: bool) -> None:
@@ -247,8 +261,3 @@ def store(out: Tensor, values: Tensor, *, add: bool) -> None:
         out.add_(values)
     else:
         out.copy_(values)
-
-
-def refuse(what: str) -> WireError:
-    """Build the error for a packet whose checksum is right and whose content cannot be."""
-    return WireError(f"a packet cannot be decoded: {what}")

@@ -13,4 +13,4 @@ def _load() -> ModuleType | None:
         return None
 
 
-kernels = _load()
+native = _load()

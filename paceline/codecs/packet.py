@@ -11,7 +11,7 @@ import struct
 import torch
 from torch import Tensor
 
-from paceline.codecs.kernels import kernels
+from paceline.codecs import kernels
 from paceline.errors import WireError
 
 HEADER = struct.Struct("<4sIQQQ")
@@ -57,8 +57,8 @@ def unseal(packet: Tensor, tag: int, count: int, codec: object) -> Tensor:
 
 def checksum(body: Tensor) -> int:
     """The sum of all 32-bit words, each times an odd factor of its own, modulo 2^64."""
-    if kernels is not None:
-        plain, weighted = kernels.sums(body.data_ptr(), body.numel() // WORD)
+    if kernels.native is not None:
+        plain, weighted = kernels.native.sums(body.data_ptr(), body.numel() // WORD)
     else:
         words = body.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
         plain = int(words.sum())
@@ -69,7 +69,7 @@ def checksum(body: Tensor) -> int:
 
 def put(into: Tensor, at: int, values: Tensor) -> int:
     """Write values at a place of a body, as bytes; return where they end, filled up with zeros to a whole word."""
-    data = values.contiguous().view(torch.uint8)
+    data = values.flatten().view(torch.uint8)
     end = at + data.numel()
     into[at:end] = data
     return fill(into, end)
@@ -113,3 +113,8 @@ class Reader:
     def end(self) -> None:
         if self.at != self.body.numel():
             raise WireError(f"a packet has {self.body.numel() - self.at} bytes too many")
+
+
+def refuse(what: str) -> WireError:
+    """Build the error for a packet whose checksum is right and whose content cannot be."""
+    return WireError(f"a packet cannot be decoded: {what}")

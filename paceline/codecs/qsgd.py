@@ -8,9 +8,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from paceline.codecs.base import Codec, CodecState, Part, Parts, store
+from paceline.codecs.base import Codec, CodecState, Part, Parts, check_bucket, store
 from paceline.codecs.bits import pack, packed_bytes, unpack
 from paceline.codecs.buckets import halving_sum, in_buckets, num_buckets
+from paceline.codecs.elias import most_bytes as most_elias_bytes
+from paceline.codecs.elias import read as read_elias
+from paceline.codecs.elias import write as write_elias
 from paceline.codecs.packet import Reader, put, words
 from paceline.codecs.rounding import key_of, uniform
 
@@ -20,7 +23,8 @@ class QSGD(Codec):
     """Round each value at random to one of ``levels`` multiples of its bucket's norm, so that its mean is the value.
 
     With 7 levels and a sign a value takes 4 bits. The norm is the largest value (``max``), as its authors use, or the
-    2-norm of their theorems (Alistarh et al., 2017). It remembers nothing.
+    2-norm of their theorems (Alistarh et al., 2017). ``form=elias`` is shorter where most levels are 0: with few levels
+    of the 2-norm. It remembers nothing.
 
     >>> state = QSGD(levels=7).new_state(Parts.one(51_200), seed=0)
     >>> state.encode(torch.randn(51_200), step=0).numel()
@@ -32,14 +36,14 @@ class QSGD(Codec):
     levels: int = 7
     bucket: int = 512  # values that share a norm
     norm: Literal["max", 2] = "max"
+    form: Literal["packed", "elias"] = "packed"
     raw_below: int = 10_000  # values: smaller tensors are sent as they are
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.levels <= 127:
             raise self.mistake(f"levels must be from 1 to 127, got {self.levels}")
-        if not 1 <= self.bucket <= 1 << 20:
-            raise self.mistake(f"bucket must be from 1 to {1 << 20}, got {self.bucket}")
+        check_bucket(self, self.bucket)
         if self.raw_below < 0:
             raise self.mistake(f"raw_below must be at least 0, got {self.raw_below}")
 
@@ -59,7 +63,8 @@ class QSGDState(CodecState[QSGD]):
     """Writes all norms, then a sign and level of each value."""
 
     def most_bytes(self, piece: Part) -> int:
-        return 4 * num_buckets(piece.count, self.codec.bucket) + words(packed_bytes(piece.count, self.codec.width))
+        packed, elias = words(packed_bytes(piece.count, self.codec.width)), most_elias_bytes(piece.count)
+        return 4 * num_buckets(piece.count, self.codec.bucket) + (packed if self.codec.form == "packed" else elias)
 
     def encode_piece(self, number: int, values: Tensor, into: Tensor, at: int, *, step: int) -> int:
         key = key_of(self.seed, number, step)
@@ -70,17 +75,26 @@ class QSGDState(CodecState[QSGD]):
         level = exact.floor()
         level += uniform(key, values.numel()) < exact - level
         level.clamp_(max=self.codec.levels)
+        at = put(into, at, norms)
+        if self.codec.form == "elias":
+            return write_elias(into, at, level, torch.signbit(values))
         codes = level.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << (self.codec.width - 1))
-        return put(into, put(into, at, norms), pack(codes, self.codec.width))
+        return put(into, at, pack(codes, self.codec.width))
 
     def decode_piece(self, number: int, packet: Reader, out: Tensor, *, add: bool) -> None:
         norms = packet.take(num_buckets(out.numel(), self.codec.bucket), torch.float32)
-        data = packet.take(packed_bytes(out.numel(), self.codec.width), torch.uint8)
-        codes = unpack(data, out.numel(), self.codec.width)
-        sign = 1 << (self.codec.width - 1)
-        shares = torch.where(codes & sign > 0, -1.0, 1.0) * (codes & (sign - 1)) / self.codec.levels
+        levels, negative = self.read_levels(packet, out.numel())
+        shares = torch.where(negative, -1.0, 1.0) * levels / self.codec.levels
         values = in_buckets(shares, self.codec.bucket) * norms.unsqueeze(1)
         store(out, values.flatten()[: out.numel()], add=add)
+
+    def read_levels(self, packet: Reader, count: int) -> tuple[Tensor, Tensor]:
+        """Levels, and which of them are negative."""
+        if self.codec.form == "elias":
+            return read_elias(packet, count)
+        codes = unpack(packet.take(packed_bytes(count, self.codec.width), torch.uint8), count, self.codec.width)
+        sign = 1 << (self.codec.width - 1)
+        return codes & (sign - 1), codes & sign > 0
 
 
 def norms_of(buckets: Tensor, norm: Literal["max", 2]) -> Tensor:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.errors import WireError
-
 
 def largest(values: Tensor, count: int) -> Tensor:
     """The indices of the ``count`` largest absolute values, in rising order; of equal ones the first.
@@ -19,10 +17,3 @@ def largest(values: Tensor, count: int) -> Tensor:
     above = torch.nonzero(sizes > least).flatten()
     equal = torch.nonzero(sizes == least).flatten()[: count - above.numel()]
     return torch.cat([above, equal]).sort().values
-
-
-def check_rising(indices: Tensor, count: int) -> None:
-    """Raise unless indices from a packet rise, and are below ``count``."""
-    bounded = torch.cat([torch.tensor([-1]), indices, torch.tensor([count])])
-    if not (bounded.diff() > 0).all():
-        raise WireError(f"a packet cannot be decoded: its indices do not rise, or are not below {count}")

@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from paceline.codecs import rice
 from paceline.codecs.base import Codec, CodecState, Part, Parts
 from paceline.codecs.packet import Reader, put
-from paceline.codecs.selection import check_rising, largest
+from paceline.codecs.selection import largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ class TopKState(CodecState[TopK]):
             self.memory["momentum"] = torch.zeros(parts.count)
 
     def most_bytes(self, piece: Part) -> int:
-        return 4 + 8 * piece.count
+        count = piece.count  # all, since the density may be that of the warm-up
+        return 4 + rice.most_bytes(count, piece.count) + 4 * count
 
     def prepare(self, values: Tensor, *, step: int) -> Tensor:
         if self.codec.clip:
@@ -84,7 +86,7 @@ class TopKState(CodecState[TopK]):
         count = min(values.numel(), max(1, round(self.codec.density_at(step) * values.numel())))
         chosen = largest(waiting, count)
         at = put(into, at, torch.tensor([count], dtype=torch.int32))
-        at = put(into, at, chosen.to(torch.int32))
+        at = rice.write(into, at, chosen, values.numel())
         at = put(into, at, waiting[chosen])
         for remembered in self.memory.values():
             remembered[place][chosen] = 0
@@ -92,8 +94,7 @@ class TopKState(CodecState[TopK]):
 
     def decode_piece(self, number: int, packet: Reader, out: Tensor, *, add: bool) -> None:
         count = packet.number()
-        chosen = packet.take(count, torch.int32).to(torch.int64)
-        check_rising(chosen, out.numel())
+        chosen, _ = rice.read(packet, count, out.numel())
         values = packet.take(count, torch.float32)
         if not add:
             out.zero_()
