@@ -9,6 +9,7 @@ from paceline.codecs.qsgd import QSGD
 from paceline.codecs.sign import Sign
 from paceline.codecs.threshold import Threshold
 from paceline.codecs.top_k import TopK
+from paceline.errors import UsageError
 from paceline.spec import from_spec
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "parse_codec",
+    "read_codec",
 ]
 
 _ALL: tuple[type[Codec], ...] = (Cast, QSGD, Sign, TopK, Threshold, PowerSGD)
@@ -40,3 +42,15 @@ def parse_codec(text: str) -> Codec:
     'top-k(momentum=0.9)'
     """
     return from_spec("codec", CODECS, text)
+
+
+def read_codec(codec: str | Codec | None) -> Codec | None:
+    """Read a codec from its text form or as it is; ``None`` and ``"none"`` are no codec.
+
+    >>> read_codec("none")
+    """
+    if codec is None or codec == "none" or isinstance(codec, Codec):
+        return codec if isinstance(codec, Codec) else None
+    if isinstance(codec, str) and codec:
+        return parse_codec(codec)
+    raise UsageError(f"wanted a codec or its text form, got {codec!r}; for example codec='top-k(density=0.001)'")

@@ -20,6 +20,7 @@ import click
 
 from paceline.commands.options import (
     PathType,
+    codec_option,
     delay_options,
     needs_server,
     processes_per_worker,
@@ -109,6 +110,7 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.option("--xavier", is_flag=True, help="Fill the model's weights by Xavier's rule.")
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
 @click.option("--policy", default="all-reduce", show_default=True, help="How the workers keep pace.")
+@codec_option
 @servers_option
 @delay_options
 @click.option("--attack", help='What hostile workers push, such as "sign-flip(scale=10)".')

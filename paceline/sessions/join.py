@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.codecs import Codec, read_codec
 from paceline.errors import UsageError
-from paceline.launch.environment import asked_policy, asked_probe, take_server_assignment
+from paceline.launch.environment import asked_codec, asked_policy, asked_probe, take_server_assignment
 from paceline.launch.reports import report
 from paceline.policies import PeersPolicy, Policy, ServerPolicy, parse_policy
 from paceline.sessions.checks import (
@@ -40,6 +41,7 @@ def join(
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     policy: str | Policy | None = None,
+    codec: str | Codec | None = None,
     scheduler: LRScheduler | Sequence[LRScheduler] = (),
     scaler: torch.amp.GradScaler | None = None,
     clip_norm: float | None = None,
@@ -72,6 +74,8 @@ def join(
     Args:
         policy: how the workers keep pace, such as ``"all-reduce"`` or ``paceline.AllReduce()``; one that was given on
             the launcher's command line goes before it.
+        codec: how what the workers exchange becomes fewer bytes, such as ``"top-k(density=0.001)"``; none by default.
+            One that was given on the launcher's command line goes before it.
         scheduler: stepped once after every update. One that is stepped otherwise (per epoch, on a metric) is yours
             to step; put it into ``stateful`` to have it saved, or a resumed run starts it anew.
         scaler: steps the optimizers; call ``scaler.scale(loss).backward()`` yourself.
@@ -103,6 +107,7 @@ def join(
     )
     check_train_state(train_state)
     policy = parse_policy(asked_policy() or ("all-reduce" if policy is None else policy))
+    chosen = read_codec(asked_codec() or codec)
     assignment = take_server_assignment()
     check_role(policy, assignment)
     return _joiner_of(policy)(
@@ -110,6 +115,7 @@ def join(
             train_state=train_state,
             model=model,
             policy=policy,
+            codec=chosen,
             assignment=assignment,
             group=group,
             seed=seed,

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from paceline.codecs import Codec
 from paceline.data.feed import Feed, make_feed
 from paceline.delays.injected import InjectedDelays
 from paceline.errors import LostContactError, UsageError
@@ -52,6 +53,7 @@ class PeersSession(ReformingSession):
         train_state: TrainState,
         *,
         policy: Policy,
+        codec: Codec | None,
         exchange: Exchange,
         forming: Forming | None,
         clock: StepClock | None,
@@ -82,6 +84,7 @@ class PeersSession(ReformingSession):
         self._run_state = RunState(
             train_state,
             policy=policy,
+            codec=codec,
             exchange=exchange,
             data=self._data,
             run=run,
@@ -555,6 +558,7 @@ def _join(request: JoinRequest, kind: type[PeersSession], peers: Peers | None, f
         session = kind(
             request.train_state,
             policy=request.policy,
+            codec=request.codec,
             exchange=exchange,
             forming=forming,
             clock=StepClock(request.model) if run is not None or peers is not None else None,

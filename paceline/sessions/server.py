@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from paceline.codecs import Codec
 from paceline.data.stream import BatchStream
 from paceline.launch.environment import ServerAssignment, launched_command
 from paceline.launch.reports import report, report_failure
@@ -67,6 +68,7 @@ class ServerRun:
         *,
         workers: int,
         policy: ServerPolicy,
+        codec: Codec | None,
         seed: int | None,
         run: Run | None,
         save_every: int | None,
@@ -83,6 +85,7 @@ class ServerRun:
         self._run_state = RunState(
             train_state,
             policy=policy,
+            codec=codec,
             exchange=self._progress,
             data=self._data,
             run=run,
@@ -295,6 +298,7 @@ def _open(request: JoinRequest, assignment: ServerAssignment) -> ServerRun:
             request.train_state,
             workers=assignment.workers or 1,
             policy=request.policy,
+            codec=request.codec,
             seed=request.seed,
             run=opened,
             save_every=request.save_every,
