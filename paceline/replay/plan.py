@@ -40,6 +40,7 @@ class RecordedPush:
     batches: tuple[RecordedBatch, ...]
     fresh: bool  # False: the worker went on with its own buffers, and not the server's
     joined: int  # how often its worker had joined
+    since: int  # the version at which it had last joined
 
     def __str__(self) -> str:
         batches = ", ".join(map(str, self.batches))
@@ -92,6 +93,7 @@ class _Reading:
         self.plan = Plan()
         self.begun = False
         self.joined: Counter[int] = Counter()  # by rank: how often
+        self.since: dict[int, int] = {}  # by rank: the version at which it has joined
         self.given: dict[int, Given] = {}  # by rank: the step under way
         self.batches: dict[int, list[RecordedBatch]] = {}  # of that step
         self.taken: dict[tuple[int, int], RecordedPush] = {}  # by rank and step: and not committed yet
@@ -105,6 +107,7 @@ class _Reading:
                     self._begin(record)
                 case Joined():
                     self.joined[record.rank] += 1
+                    self.since[record.rank] = self.plan.last
                     self._forget(record.rank)
                 case Given():
                     self.given[record.rank] = record
@@ -156,7 +159,9 @@ class _Reading:
         if not self.plan.first <= version <= self.plan.last or not (given.fresh or self.versions.get(rank) == version):
             raise TraceError(f"worker {rank} pushed step {step} on version {version}, which it cannot have had")
         self.versions[rank] = version
-        push = RecordedPush(record, tuple(self.batches[rank]), given.fresh, self.joined[rank])
+        push = RecordedPush(
+            record, tuple(self.batches[rank]), given.fresh, self.joined[rank], self.since.get(rank, self.plan.first)
+        )
         self.taken[rank, step] = push
         self.plan.pushes.append(push)
 

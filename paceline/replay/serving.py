@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from paceline.codecs import read_codec
 from paceline.errors import UsageError, WireError
 from paceline.launch.environment import ReplayOrder, ServerAssignment
 from paceline.launch.reports import report
@@ -78,7 +79,8 @@ class _Worker:
     peer: Peer
     process: int
     room: Arena  # the memory of its pushes
-    exchanges: int = -1  # as the live server's of its members
+    taken: int = -1  # as the live server's of its members
+    exchanges: int = -1
     exchanged: bool = False
     ask: int = 0
     said: deque[wire.Message] = field(default_factory=deque)  # messages received and not used yet
@@ -102,7 +104,7 @@ class ReplayServer:
         assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
         self._policy = policy
         adds_up = not any(isinstance(record, traced.Chose) for record in self._records)
-        self._rule = replace(CommitRule.of(policy), adds_up=adds_up)
+        self._rule = replace(CommitRule.of(policy, read_codec(trace.about.get("codec"))), adds_up=adds_up)
         self._train_state = self._rule.remembering(replace(train_state, scaler=None))
         self._layouts = ModelLayouts(train_state.model, with_reads=self._rule.with_reads)
         self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
@@ -281,6 +283,9 @@ class ReplayServer:
                 local_steps=self._policy.local_steps,
                 coded=self._policy.coded,
                 local_momentum=self._policy.local_momentum,
+                codec="" if self._rule.codec is None else str(self._rule.codec),
+                coded_parts=self._about.get("servers", 1),
+                packets=False,
             )
         )
 
@@ -304,6 +309,7 @@ class ReplayServer:
             worker.ask,
             more=record.more,
             weight=record.weight,
+            taken=worker.taken,
         )
         if read.doomed:
             message = _Planned(None, read.pushes, lambda: worker.peer.send(go._replace(doomed=True, fresh=False)))
@@ -328,7 +334,7 @@ class ReplayServer:
 
     def _finish(self, record: traced.Finished, read: Read) -> None:
         worker, at = self._workers[record.rank], max(record.version, read.version)
-        finished = wire.Finished(at, worker.ask)
+        finished = wire.Finished(at, worker.ask, worker.taken)
         message = _Planned(at, read.pushes, lambda: worker.peer.send(finished, memory_of(self._memory)))
         worker.planned.append(message)
         self._send_due(worker)
@@ -349,7 +355,7 @@ class ReplayServer:
     def _take_push(self, record: traced.Pushed) -> None:
         push = self._take(record.rank, wire.PushMessage)
         worker = self._workers[record.rank]
-        worker.exchanges, worker.exchanged = record.step, False
+        worker.exchanges, worker.exchanged, worker.taken = record.step, False, record.step
         amiss, checksum = examine(self._layouts, worker.room)
         where = f"worker {record.rank}, step {record.step}, on version {record.version}"
         if (push.step, push.version) != (record.step, record.version):

@@ -19,6 +19,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
+from paceline.codecs import Codec
 from paceline.errors import PacelineError, UsageError, WireError
 from paceline.policies import messages as decided
 from paceline.policies.messages import PushKind
@@ -31,6 +34,7 @@ from paceline.server.demand import Demand
 from paceline.server.members import Figures, GivenBatch, Member, Standing
 from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
+from paceline.store.coding import CodedPart
 from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
@@ -85,7 +89,8 @@ class LiveServer:
 
     When all workers that have joined have left, the server waits ``patience`` seconds for the others. ``found`` is the
     note of a killed server in that memory (see ``read_note``); this one continues from it. ``shards`` are the other
-    servers, which hold the rest of the parameters and which this one directs.
+    servers, which hold the rest of the parameters and which this one directs. With a ``codec`` pushes come as packets,
+    from workers of this host too, so that a run has the same bits wherever its workers are.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class LiveServer:
         trace: TraceWriter | None = None,
         found: Mapping[str, Any] | None = None,
         shards: Shards | None = None,
+        codec: Codec | None = None,
     ) -> None:
         self._train_state = replace(train_state, scaler=None)  # pushes are not scaled
         self._shards = shards
@@ -111,10 +117,11 @@ class LiveServer:
         self._trace: Callable[[traced.Record], None] = trace.append if trace is not None else lambda _: None
         self._tracer = trace
         self._model = ModelLayouts.describe(train_state.model)
-        self._rule = CommitRule.of(policy)
+        self._rule = CommitRule.of(policy, codec)
         with_reads = self._rule.with_reads
         self._layouts = ModelLayouts(train_state.model, with_reads=with_reads) if shards is None else shards.layouts
         self._num_trained = len(self._layouts.trained) if shards is None else shards.num_trained
+        self._coded = None if codec is None else CodedPart(codec, self._layouts)
         self._up_bytes = self._layouts.up.nbytes if shards is None else shards.up_bytes
         self._down_bytes = self._layouts.down.nbytes if shards is None else shards.down_bytes
         self._workers, self._patience = workers, patience
@@ -181,7 +188,16 @@ class LiveServer:
 
     def figures(self) -> dict[int, dict[str, Any]]:
         """The figures of every worker."""
+        for member in self._members.values():
+            self._count_bytes(member)
         return {rank: figures.as_dict() for rank, figures in sorted(self._figures.items())}
+
+    def _count_bytes(self, member: Member) -> None:
+        """Have the bytes of a member's connection in its figures; those of its earlier ones are there."""
+        connection, figures = member.peer.connection, member.figures
+        figures.received += connection.received - member.counted[0]
+        figures.sent += connection.sent - member.counted[1]
+        member.counted = connection.received, connection.sent
 
     # Messages -----------------------------------------------------------------------------------------------
 
@@ -252,17 +268,20 @@ class LiveServer:
     def _join(self, peer: Peer, hello: wire.Hello) -> None:
         self._check_model(hello)
         rank = self._rank_for(hello)
-        local = hello.local and rank < self._workers and not peer.remote
+        local = hello.local and rank < self._workers and not peer.remote and self._coded is None
         gradients = Arena(self._layouts.up, self._memory.slot(rank) if local else None)
+        packets = None if self._coded is None else torch.empty(self._coded.most_bytes, dtype=torch.uint8)
         if not local:
-            peer.tensors = Pieces(memory_of(gradients.memory))
+            peer.tensors = Pieces(
+                memory_of(gradients.memory if packets is None else packets), at_most=packets is not None
+            )
         if not peer.remote and not self._listener.watch(peer, hello.pid):
             return  # its process has ended
         if rank in self._members:  # its earlier connection was lost, or its death not noticed
             self._listener.forget(self._members[rank].peer)
             self._leave(self._members[rank])
         figures = self._figures.setdefault(rank, Figures())
-        member = Member(rank=rank, peer=peer, gradients=gradients, local=local, figures=figures)
+        member = Member(rank=rank, peer=peer, gradients=gradients, packets=packets, local=local, figures=figures)
         if self._queue.epoch > self._start_epoch:
             member.first_epoch = self._queue.epoch
         self._members[rank] = self._by_peer[peer] = member
@@ -283,6 +302,8 @@ class LiveServer:
                 local_steps=min(self._policy.local_steps, _MOST_LOCAL_STEPS),
                 coded=self._policy.coded,
                 local_momentum=self._policy.local_momentum,
+                codec="" if self._rule.codec is None else str(self._rule.codec),
+                coded_parts=1 if self._shards is None else 1 + len(self._shards.addresses),
             )
         )
 
@@ -317,6 +338,7 @@ class LiveServer:
             return
         self._trace(traced.Left(member.rank, dead, self._now(), version))
         del self._members[member.rank], self._by_peer[member.peer]
+        self._count_bytes(member)
         self._queue.give_back(member.rank)
         if member.standing is Standing.IN_ROUNDS:
             self._do(self._policy.left(self._state, member.rank, self._now()))
@@ -349,6 +371,7 @@ class LiveServer:
         push = decided.Push(member.rank, member.life, message.step, message.version, message.examples, loss)
         checksum = 0
         if message.step == member.step:
+            self._unpack(member)
             amiss, checksum = self._examine(member, message)
             if amiss is not None:
                 self._trace(traced.NotFinite(member.rank, message.step, message.version))
@@ -363,7 +386,7 @@ class LiveServer:
             self._do(actions)
             return
         self._queue.push(member.rank, message.step)
-        member.exchanges = message.step
+        member.exchanges = member.taken = message.step
         member.figures.pushes += 1
         member.figures.examples += message.examples
         member.figures.computing_seconds += message.seconds
@@ -385,6 +408,15 @@ class LiveServer:
         self._store.take(key, member.gradients, examples=examples, used=push.used, alone=alone)
         if self._shards is not None and not alone:
             self._shards.settle()
+
+    def _unpack(self, member: Member) -> None:
+        """Have a push in its memory, if it came as a packet."""
+        if self._coded is not None and member.packets is not None:
+            try:
+                self._coded.unpack(member.packets[: member.peer.came], member.gradients)
+            except WireError:
+                member.figures.refused += 1
+                raise
 
     def _examine(self, member: Member, push: wire.PushMessage) -> tuple[str | None, int]:
         """Name what is not finite in a push, if anything, and return its checksum; every server checks its own part.
@@ -488,7 +520,7 @@ class LiveServer:
         tensors = self._parameters_for(member, exchanged=member.exchanged) if fresh else None
         member.figures.bytes_out += self._down_bytes if fresh else 0
         go = wire.Go(step, version, fresh, first.epoch, first.number, member.ask, more=more, weight=first.weight)
-        member.peer.send(go._replace(exchanged=exchanged), tensors)
+        member.peer.send(go._replace(exchanged=exchanged, taken=member.taken), tensors)
 
     def _batches_for(self, member: Member, work: decided.Work | None) -> list[GivenBatch] | None:
         """The batches of a member's step: none if its parts of a round are empty, None if no batch is left."""
@@ -768,7 +800,8 @@ class LiveServer:
         for member in done:
             member.pushed_at = None
             member.figures.bytes_out += self._down_bytes
-            member.peer.send(wire.Finished(self._memory.version, member.ask), self._parameters_for(member))
+            finished = wire.Finished(self._memory.version, member.ask, member.taken)
+            member.peer.send(finished, self._parameters_for(member))
 
     def _without_batches(self) -> list[Member]:
         return [member for member in self._members.values() if member.standing.rests and self._has_used_all(member)]

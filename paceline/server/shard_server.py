@@ -6,9 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from paceline.aggregators import parse_aggregator
+from paceline.codecs import parse_codec
 from paceline.errors import CommError, WireError
 from paceline.policies.messages import PushKind
+from paceline.store.coding import CodedPart
 from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
@@ -32,10 +36,18 @@ _REMEMBERED = 8  # answers to orders
 class _Part:
     """The part of a push that a worker of another host has sent."""
 
-    def __init__(self, peer: Peer, laid: Arena) -> None:
-        self.peer, self.laid = peer, laid
+    def __init__(self, peer: Peer, laid: Arena, coded: CodedPart | None) -> None:
+        self.peer, self.laid, self._coded = peer, laid, coded
         self.step = -1
-        peer.tensors = Pieces(memory_of(laid.memory))
+        self._packet = laid.memory if coded is None else torch.empty(coded.most_bytes, dtype=torch.uint8)
+        peer.tensors = Pieces(memory_of(self._packet), at_most=coded is not None)
+
+    def note(self, step: int) -> None:
+        """Have the part of a step that has come; raise WireError if it is a packet that cannot be decoded."""
+        self.step = -1
+        if self._coded is not None:
+            self._coded.unpack(self._packet[: self.peer.came], self.laid)
+        self.step = step
 
 
 class ShardServer:
@@ -59,6 +71,7 @@ class ShardServer:
         self._shard, self._servers = shard, servers
         self._layouts = layouts_of(train_state.model, servers)[shard]
         self._store: ParameterStore | None = None
+        self._coded: CodedPart | None = None  # if pushes go through a codec
         self._shares: list[Share] = []  # of the next order that is of chosen pushes
         self._file, self._listener, self._address = file, listener, address
         self._memory: SharedMemory | None = None
@@ -111,13 +124,13 @@ class ShardServer:
     # Workers -----------------------------------------------------------------------------------------------------
 
     def _attach(self, peer: Peer, rank: int) -> None:
-        self._parts[rank] = _Part(peer, Arena(self._layouts.up))
+        self._parts[rank] = _Part(peer, Arena(self._layouts.up), self._coded)
         peer.send(wire.Took(0))
 
     def _note_part(self, peer: Peer, step: int) -> None:
         for part in self._parts.values():
             if part.peer is peer:
-                part.step = step
+                part.note(step)
                 peer.send(wire.Took(step))
 
     def _part_of(self, rank: int, *, shared: bool) -> Arena:
@@ -177,10 +190,12 @@ class ShardServer:
 
     def _begin(self, order: wire.Begin) -> None:
         aggregator, kind = parse_aggregator(order.aggregator), PushKind(order.kind)
-        rule = CommitRule(adds_up=order.adds_up, aggregator=aggregator, kind=kind)
+        codec = parse_codec(order.codec) if order.codec else None
+        rule = CommitRule(adds_up=order.adds_up, aggregator=aggregator, kind=kind, codec=codec)
         self._train_state = rule.remembering(self._train_state)
         model, servers = self._train_state.model, self._servers
         self._layouts = layouts_of(model, servers, with_reads=rule.with_reads)[self._shard]
+        self._coded = None if codec is None else CodedPart(codec, self._layouts)
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._file, down=down, up=up, slots=order.workers)
         self._memory.version = order.version

@@ -116,7 +116,8 @@ class Shards:
                 adopt(part, other.memory.down)
             lengths = [write_state(other.file, self._train_state, part) for other, part in self._parts()]
             self.drop_collected()
-        begin = wire.Begin(number, version, workers, 0, rule.adds_up, str(rule.aggregator), rule.kind.value)
+        codec = "" if rule.codec is None else str(rule.codec)
+        begin = wire.Begin(number, version, workers, 0, rule.adds_up, str(rule.aggregator), rule.kind.value, codec)
         self._order([begin._replace(state=length) for length in lengths])
         self._wait()
         if found:

@@ -79,7 +79,8 @@ class ServerRun:
         self.seed = torch.initial_seed() if seed is None else seed
         self.steps = 0
         self._blocks = 0  # of a resumed run that had no server
-        self._train_state = train_state = CommitRule.of(policy).remembering(train_state)
+        self._rule = CommitRule.of(policy, codec)
+        self._train_state = train_state = self._rule.remembering(train_state)
         self._progress = ServerProgress(workers)
         self._data = BatchStream()
         self._run_state = RunState(
@@ -132,7 +133,7 @@ class ServerRun:
                     assignment,
                     workers=self.world_size,
                     version=self.steps,
-                    rule=CommitRule.of(self.policy),
+                    rule=self._rule,
                     found=self._found is not None,
                 )
                 self._trace = self._open_trace()
@@ -152,6 +153,7 @@ class ServerRun:
                     trace=self._trace,
                     found=self._found,
                     shards=self._shards,
+                    codec=self._rule.codec,
                 )
                 if self._found is not None:
                     self._note_hash()  # for a replay to compare what was found with what was lost
@@ -185,6 +187,7 @@ class ServerRun:
             return None
         about = {
             **self._run_state.describe(self.seed),
+            "servers": 1 + (0 if self._shards is None else len(self._shards.addresses)),
             "processor": torch.backends.cpu.get_cpu_capability(),
             "command": launched_command(),
             "directory": str(Path.cwd()),

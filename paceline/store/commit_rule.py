@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from paceline.aggregators import Aggregator, Mean, Needs, aggregator_of
+from paceline.codecs import Codec, Parts
+from paceline.errors import UsageError
 from paceline.policies.messages import PushKind
 from paceline.policies.server import ServerPolicy
 from paceline.store.remembered import Remembered
@@ -20,11 +22,15 @@ class CommitRule:
     aggregator: Aggregator = field(default_factory=Mean)
     kind: PushKind = PushKind.GRADIENT
     coded: bool = False  # a push is the weighted sum of the gradients of several batches
+    codec: Codec | None = None  # of pushes
 
     @classmethod
-    def of(cls, policy: ServerPolicy) -> Self:
-        """The rule of a policy."""
-        return cls(adds_up=policy.adds_up, aggregator=aggregator_of(policy), kind=policy.kind, coded=policy.coded)
+    def of(cls, policy: ServerPolicy, codec: Codec | None = None) -> Self:
+        """The rule of a policy; raise if its pushes cannot go through the codec."""
+        aggregator = aggregator_of(policy)
+        if codec is not None:
+            _check_codec(codec, policy, aggregator)
+        return cls(adds_up=policy.adds_up, aggregator=aggregator, kind=policy.kind, coded=policy.coded, codec=codec)
 
     def remembering(self, train_state: TrainState) -> TrainState:
         """The same, with a place for what the aggregator remembers, if it remembers anything."""
@@ -46,3 +52,16 @@ class CommitRule:
     def with_reads(self) -> bool:
         """Whether the parameters that a worker read travel with its push."""
         return self.aggregator.needs is Needs.READS
+
+
+def _check_codec(codec: Codec, policy: ServerPolicy, aggregator: Aggregator) -> None:
+    remembers = bool(codec.new_state(Parts.one(1), seed=0).memory)
+    reason = None
+    if policy.kind is PushKind.PARAMETERS:
+        reason = "workers push their parameters, and a codec is for gradients and differences"
+    elif aggregator.whole:
+        reason = "the workers of a group must push the same bits, and each has a codec of its own"
+    elif policy.coded and remembers:
+        reason = "a commit weighs each push otherwise, so what a codec keeps for the next push would change its weight"
+    if reason is not None:
+        raise UsageError(f"codec {codec} cannot be used under {policy}: {reason}; leave it out")

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from paceline.codecs import read_codec
 from paceline.data.numbered import NumberedBatches
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import PacelineError, UsageError
@@ -40,7 +41,9 @@ class ReplayError(PacelineError):
 class ProblemReplay:
     """The server's side of a replay; ``train_state`` and ``version`` are those after the last commit."""
 
-    def __init__(self, config: TrainConfig, problem: Problem, plan: Plan, *, seed: int, workers: int) -> None:
+    def __init__(
+        self, config: TrainConfig, problem: Problem, plan: Plan, *, seed: int, workers: int, servers: int = 1
+    ) -> None:
         if plan.first:
             raise ReplayError(
                 f"the trace begins at version {plan.first}, from a checkpoint of an untraced run; only a run that is "
@@ -53,7 +56,7 @@ class ProblemReplay:
         policy = parse_policy(config.policy)
         assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
         adds_up = all(commit.weights is None for commit in plan.commits)
-        rule = replace(CommitRule.of(policy), adds_up=adds_up)
+        rule = replace(CommitRule.of(policy, read_codec(config.codec)), adds_up=adds_up)
         self.train_state = rule.remembering(_make_train_state(config, problem, policy, workers))
         self._exchanges = rule.kind is PushKind.PARAMETERS
         self._layouts = ModelLayouts(self.train_state.model, with_reads=rule.with_reads)
@@ -66,7 +69,7 @@ class ProblemReplay:
         _check_data(plan, batches)
         own = _make_train_state(config, problem, policy, workers)
         local = make_local_steps(policy.kind, own, momentum=policy.local_momentum)
-        self._worker = ReplayWorker(config, problem, batches, model=own.model, local=local, rule=rule)
+        self._worker = ReplayWorker(config, problem, batches, model=own.model, local=local, rule=rule, servers=servers)
         self._computed_from = plan.computed_from()
         self._waiting: dict[Pushed, ComputedPush] = {}  # for their commits
         self._free: list[Arena] = []  # memory to be used again

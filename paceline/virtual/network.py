@@ -20,8 +20,8 @@ class Network(ABC):
         self.bytes_out = 0.0  # from the server, or between peers; each byte on the wire counts once
 
     @abstractmethod
-    def push(self, at: float) -> float:
-        """The arrival time of a gradient sent at ``at``; calls must come in the order of time."""
+    def push(self, at: float, nbytes: float | None = None) -> float:
+        """The arrival time of a push sent at ``at``, of so many bytes; calls must come in the order of time."""
 
     @abstractmethod
     def send(self, at: float, workers: int) -> Times:
@@ -31,8 +31,8 @@ class Network(ABC):
 class Instant(Network):
     """Messages take no time; bytes are counted."""
 
-    def push(self, at: float) -> float:
-        self.bytes_in += self.pushed
+    def push(self, at: float, nbytes: float | None = None) -> float:
+        self.bytes_in += self.pushed if nbytes is None else nbytes
         return at
 
     def send(self, at: float, workers: int) -> Times:
@@ -45,13 +45,14 @@ class ServerLink(Network):
 
     def __init__(self, link: Link, nbytes: float, pushed: float | None = None) -> None:
         super().__init__(nbytes, pushed)
-        self._latency = link.latency
-        self._transfer, self._push_transfer = nbytes / link.bandwidth, self.pushed / link.bandwidth
+        self._latency, self._bandwidth = link.latency, link.bandwidth
+        self._transfer = nbytes / link.bandwidth
         self._in_free = self._out_free = 0.0
 
-    def push(self, at: float) -> float:
-        self.bytes_in += self.pushed
-        self._in_free = max(at + self._latency, self._in_free) + self._push_transfer
+    def push(self, at: float, nbytes: float | None = None) -> float:
+        nbytes = self.pushed if nbytes is None else nbytes
+        self.bytes_in += nbytes
+        self._in_free = max(at + self._latency, self._in_free) + nbytes / self._bandwidth
         return self._in_free
 
     def send(self, at: float, workers: int) -> Times:
@@ -73,7 +74,7 @@ class Collective(Network):
         self._exposed = exposed
         self._began = 0.0
 
-    def push(self, at: float) -> float:
+    def push(self, at: float, nbytes: float | None = None) -> float:
         return at
 
     def send(self, at: float, workers: int) -> Times:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from paceline.codecs import read_codec
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.policies import ServerPolicy
@@ -18,6 +19,7 @@ from paceline.policies.messages import Commit, Push, Work
 from paceline.seeding import derive_seed, seed_streams
 from paceline.server.local_steps import make_local_steps
 from paceline.server.part_sum import PartSum
+from paceline.store.coding import PushCoding
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, fill_push, read_parameters
 from paceline.store.layout import Arena, ModelLayouts
@@ -40,7 +42,7 @@ class GradientWork:
     def __init__(
         self, plan: TrainingPlan, scenario: Scenario, policy: ServerPolicy, curve: Curve, *, by_commits: bool = False
     ) -> None:
-        rule = CommitRule.of(policy)
+        rule = CommitRule.of(policy, read_codec(plan.codec))
         self._problem, self._seed, self.curve = plan.problem, scenario.seed, curve
         seed_streams(derive_seed(scenario.seed, "model"))
         self.model = plan.problem.make_model()
@@ -64,6 +66,13 @@ class GradientWork:
         if self._local is not None and schedulers:
             raise UsageError(f"under {policy} workers make their own steps, for which no schedule is simulated")
         self._parts = PartSum(self._replica) if rule.coded else None
+        self._coding = [
+            PushCoding(rule.codec, [self._replicas], seed=scenario.seed, rank=worker)
+            for worker in range(scenario.workers if rule.codec is not None else 0)
+            if rule.codec is not None
+        ]
+        self._packets = dict[int, float]()  # by worker: the bytes of its last push
+        self._scale = scenario.nbytes / self.nbytes if scenario.nbytes else 1.0
         self._newest = self._memory.clone()
         self._loaded: Tensor | None = self._newest  # what the replica has
         self._queue = BatchQueue(plan.problem.train, plan.batch, scenario.seed)
@@ -84,6 +93,8 @@ class GradientWork:
 
     def begin(self, workers: Sequence[int], version: int | None, work: Sequence[Work] = ()) -> None:
         for worker in workers:
+            if self._coding:
+                self._coding[worker].answered(taken=False)  # if its last push is still on its way, it comes too late
             if version is not None:
                 self._reads[worker] = self._newest
             if not work:
@@ -127,6 +138,8 @@ class GradientWork:
         if self._local is not None:
             self._local.end()
             self._loaded = None  # the replica has parameters of its own
+        if self._coding:
+            self._packets[worker] = self._scale * self._coding[worker].code()
         arena = self._free.pop() if self._free else Arena(self._layouts.up)
         self._done[PushKey(worker, step)] = arena, fill_push(self._replicas, arena).used, batches
         return loss, examples
@@ -147,6 +160,13 @@ class GradientWork:
         views = self._replicas.down.views(kept)[len(self._replicas.parameters) :]
         for view, buffer in zip(views, self._replicas.buffers, strict=True):
             view.copy_(buffer)
+
+    def pushed_bytes(self, worker: int) -> float | None:
+        return self._packets.get(worker)
+
+    def take(self, push: Push) -> None:
+        if self._coding:
+            self._coding[push.worker].answered(taken=True)
 
     def drop(self, push: Push) -> None:
         arena, _, batches = self._done.pop(PushKey(push.worker, push.step))
