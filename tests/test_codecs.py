@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.codecs import CODECS, Codec, Parts, parse_codec
+from paceline.codecs import CODECS, Codec, Parts, kernels, parse_codec
 from paceline.errors import NonFiniteInputError, UsageError, WireError
 
 ALL = [
@@ -22,7 +24,8 @@ ALL = [
     "sign",
     "sign(feedback=false, vote=majority, bucket=104)",
     "top-k(density=0.1)",
-    "top-k(density=0.1, momentum=0.9)",
+    "top-k(density=0.1, momentum=0.9, clip=1.0, warm_up=3)",
+    "top-k(density=0.05, sampled=0.1)",
     "threshold(tau=0.5)",
     "threshold(tau=1.5, form=words)",
     "threshold(tau=1.0, adaptive=0.01)",
@@ -101,3 +104,57 @@ def test_both_ends_must_have_the_same_options() -> None:
 def test_a_tensor_of_another_size_is_refused() -> None:
     with pytest.raises(UsageError, match="wants a vector of 10 values"):
         parse_codec("cast").new_state(Parts.one(10), seed=0).encode(torch.ones(11), step=0)
+
+
+# Compiled loops and torch operations ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["avx2", "baseline"])
+def compiled(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The compiled loops with one of their instruction sets."""
+    if kernels.native is None:
+        pytest.skip("the compiled module was not built")
+    before = kernels.native.instruction_set()
+    if not kernels.native.choose_instruction_set(request.param):
+        pytest.skip(f"no {request.param} here")
+    yield request.param
+    kernels.native.choose_instruction_set(before)
+
+
+def steps_of(text: str, flats: list[Tensor], made_of: Parts) -> list[Tensor]:
+    """All that a state makes in some steps: packets, decoded values, sums, and what it remembers."""
+    state, out, total = parse_codec(text).new_state(made_of, seed=3), torch.zeros(made_of.count), torch.zeros(0)
+    made = []
+    total = torch.ones(made_of.count)
+    for step, flat in enumerate(flats):
+        packet = state.encode(flat, step=step)
+        state.decode(packet, out)
+        state.decode(packet, total, add=True)
+        made += [packet, out.clone(), total.clone(), *state.state_dict().values()]
+    return made
+
+
+AT_ODDS = [1.0, -0.0, 1e-45, -3e-39, 1e-20, 1e20, -7.9e28, 0.1]
+
+
+def odd_values(count: int, seed: int) -> Tensor:
+    """Normal values, some zeros of either sign, equal, denormal and huge ones."""
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=random)
+    places = torch.randint(len(AT_ODDS) * 4, (count,), generator=random)
+    return torch.where(places < len(AT_ODDS), torch.tensor(AT_ODDS)[places % len(AT_ODDS)], values)
+
+
+@pytest.mark.parametrize("text", ALL)
+@pytest.mark.parametrize("shapes", [((0,),), ((1,),), ((33, 31), (7,)), ((250, 200), (200,), (3, 3, 5, 5), (77,))])
+def test_compiled_loops_make_the_same_bytes(
+    text: str, shapes: tuple[tuple[int, ...], ...], compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_of = parts(*shapes)
+    flats = [torch.randn(made_of.count), odd_values(made_of.count, 1), torch.randn(made_of.count)]
+    if "fp16" in text:
+        flats = [flat.clamp(-1000, 1000) for flat in flats]
+    natively = steps_of(text, flats, made_of)
+    monkeypatch.setattr(kernels, "native", None)
+    for one, other in zip(natively, steps_of(text, flats, made_of), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

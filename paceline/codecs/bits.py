@@ -1,10 +1,12 @@
-"""Small numbers packed into bytes, by torch operations."""
+"""Small numbers packed into bytes, the lowest bit first."""
 
 from __future__ import annotations
 
 import numpy
 import torch
 from torch import Tensor
+
+from paceline.codecs import kernels
 
 
 def packed_bytes(count: int, width: int) -> int:
@@ -18,6 +20,10 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     >>> pack(torch.tensor([1, 2, 3]), 4)
     tensor([33,  3], dtype=torch.uint8)
     """
+    if kernels.native is not None and numbers.dtype == torch.uint8 and width > 0:
+        out = torch.empty(packed_bytes(numbers.numel(), width), dtype=torch.uint8)
+        kernels.native.pack(numbers.data_ptr(), numbers.numel(), width, out.data_ptr())
+        return out
     shifts = torch.arange(width, dtype=numbers.dtype)
     bits = (numbers.unsqueeze(1) >> shifts) & 1
     return pack_bits(bits.flatten())
@@ -25,6 +31,10 @@ def pack(numbers: Tensor, width: int) -> Tensor:
 
 def unpack(data: Tensor, count: int, width: int) -> Tensor:
     """The numbers that ``pack`` has packed, as int64."""
+    if kernels.native is not None and 0 < width <= 8:
+        numbers = torch.empty(count, dtype=torch.uint8)
+        kernels.native.unpack(data.data_ptr(), count, width, numbers.data_ptr())
+        return numbers.to(torch.int64)
     bits = unpack_bits(data)[: count * width].view(count, width)
     return (bits.to(torch.int64) << torch.arange(width)).sum(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -31,3 +32,8 @@ def halving_sum(rows: Tensor) -> Tensor:
         length //= 2
         rows = rows[:, :length] + rows[:, length:]
     return rows[:, 0]
+
+
+def exact_sqrt(values: Tensor) -> Tensor:
+    """The square roots, rounded correctly as by processors; torch may call a library that does not."""
+    return torch.from_numpy(numpy.sqrt(values.numpy()))

@@ -10,17 +10,19 @@ from paceline.codecs.packet import Reader, put, refuse, words
 
 LONGEST = 7  # bytes: omega codes of a gap below 2^31 and a level below 2^7 have 42 and 13 bits, the sign one
 
+NOT_LEVELS = "its levels end early, are too large or too many"
+
 
 def most_bytes(count: int) -> int:
     """The most bytes that ``write`` writes for this many levels."""
     return 8 + words(LONGEST * count)
 
 
-def write(into: Tensor, at: int, levels: Tensor, negative: Tensor) -> int:
-    """Write levels and their signs; return where they end."""
+def write(into: Tensor, at: int, levels: Tensor, negative: Tensor, most: int) -> int:
+    """Write levels up to ``most`` and their signs; return where they end. If most is 1, a level's size is known."""
     places = torch.nonzero(levels).flatten()
     gaps, gap_lengths = omega(torch.diff(places, prepend=torch.tensor([-1])))
-    sizes, size_lengths = omega(levels[places].to(torch.int64))
+    sizes, size_lengths = omega(levels[places].to(torch.int64)) if most > 1 else (0, 0)
     codes = gaps | (negative[places].to(torch.int64) | sizes << 1) << gap_lengths
     lengths = gap_lengths + 1 + size_lengths
     stream = pack_bits(expanded(codes, lengths))
@@ -28,8 +30,8 @@ def write(into: Tensor, at: int, levels: Tensor, negative: Tensor) -> int:
     return put(into, at, stream)
 
 
-def read(packet: Reader, count: int) -> tuple[Tensor, Tensor]:
-    """Read ``count`` levels, and which of them are negative."""
+def read(packet: Reader, count: int, most: int) -> tuple[Tensor, Tensor]:
+    """Read ``count`` levels up to ``most``, and which of them are negative."""
     levels, negative = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
     coded, length = packet.number(), packet.number()
     bits = unpack_bits(packet.take(length, torch.uint8)).tolist()
@@ -39,9 +41,12 @@ def read(packet: Reader, count: int) -> tuple[Tensor, Tensor]:
             gap, at = one_omega(bits, at)
             place += gap
             negative[place] = bool(bits[at])
-            levels[place], at = one_omega(bits, at + 1)
+            level, at = one_omega(bits, at + 1) if most > 1 else (1, at + 1)
+            levels[place] = level
+            if level > most:
+                raise refuse(NOT_LEVELS)
     except IndexError:
-        raise refuse(f"its levels end early, or are not those of {count} values") from None
+        raise refuse(NOT_LEVELS) from None
     return levels, negative
 
 

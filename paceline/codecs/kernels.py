@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 
-def _load() -> ModuleType | None:
+def _load() -> Any:
     try:
         return importlib.import_module("paceline.native._codecs")
     except ImportError:
         return None
 
 
-native = _load()
+native: Any = _load()

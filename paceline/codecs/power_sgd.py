@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from paceline.codecs import kernels
 from paceline.codecs.base import (
     Codec,
     CodecState,
@@ -20,7 +21,7 @@ from paceline.codecs.base import (
     can_be_coded,
     store,
 )
-from paceline.codecs.buckets import halving_sum
+from paceline.codecs.buckets import exact_sqrt, halving_sum
 from paceline.codecs.packet import Reader, put
 from paceline.codecs.rounding import key_of, uniform
 
@@ -81,7 +82,7 @@ class PowerSGDState(CodecState[PowerSGD]):
         (rows, columns), rank = self.shapes[number], self.codec.rank
         p = packet.take(rows * rank, torch.float32).view(rows, rank)
         q = packet.take(columns * rank, torch.float32).view(columns, rank)
-        store(out.view(rows, columns), product(p, q), add=add)
+        add_product(out.view(rows, columns), p, q, add=add)
 
     def remember(self, number: int, matrix: Tensor, p: Tensor, own_q: Tensor, q: Tensor) -> None:
         """Keep what this rank's own part of the sum lacks, and Q, but for columns of zeros, which would stay zeros."""
@@ -125,7 +126,9 @@ class PowerSGDState(CodecState[PowerSGD]):
     ) -> None:
         for number, piece in enumerate(self.pieces):
             self.remember(number, matrices[number], ps[number], own[number], qs[number])
-            flat[piece.place] = product(ps[number], qs[number]).flatten().to(flat.device)
+            result = torch.empty(self.shapes[number])
+            add_product(result, ps[number], qs[number], add=False)
+            flat[piece.place] = result.flatten()
         at = 0
         for part in self.raw:
             flat[part.place] = raw[at : at + part.count]
@@ -146,19 +149,24 @@ def orthonormal(p: Tensor) -> Tensor:
     """The columns made orthonormal by Gram and Schmidt, with sums in an order that every machine follows."""
     columns = p.double().T.contiguous()
     for number, column in enumerate(columns):
-        size = halving_sum(column.square().unsqueeze(0)).sqrt()
+        size = exact_sqrt(halving_sum(column.square().unsqueeze(0)))
         column.div_(torch.where(size > 0, size, 1.0))
         others = columns[number + 1 :]
         others -= halving_sum(others * column).unsqueeze(1) * column
     return columns.T.to(torch.float32)
 
 
-def product(p: Tensor, q: Tensor) -> Tensor:
-    """P Q^T, column by column, since a library's product of matrices has other bits on another machine."""
+def add_product(out: Tensor, p: Tensor, q: Tensor, *, add: bool) -> None:
+    """Write P Q^T to a matrix, or add it: column by column, since a library's product has other bits elsewhere."""
+    (rows, columns), rank = out.shape, p.shape[1]
+    if kernels.native is not None:
+        p, q = p.contiguous(), q.contiguous()
+        kernels.native.add_products(p.data_ptr(), q.data_ptr(), rows, columns, rank, out.data_ptr(), add)
+        return
     total = p[:, :1] * q[:, 0]
-    for column in range(1, p.shape[1]):
+    for column in range(1, rank):
         total += p[:, column : column + 1] * q[:, column]
-    return total
+    store(out, total, add=add)
 
 
 def joined(tensors: list[Tensor]) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.codecs import kernels
 from paceline.codecs.bits import pack, pack_bits, packed_bytes, unpack, unpack_bits
-from paceline.codecs.packet import Reader, put, refuse, words
+from paceline.codecs.packet import Reader, fill, put, refuse, words
 
 
 def shift_of(count: int, total: int) -> int:
@@ -27,6 +28,8 @@ def most_bytes(count: int, total: int) -> int:
 def write(into: Tensor, at: int, indices: Tensor, total: int, bits: Tensor | None = None) -> int:
     """Write rising indices below ``total``, each with a bit of its own if there are ``bits``; return where they end."""
     shift = shift_of(indices.numel(), total)
+    if kernels.native is not None:
+        return _write_natively(into, at, indices, shift, bits)
     gaps = torch.diff(indices, prepend=torch.tensor([-1])) - 1
     low, width = gaps & ((1 << shift) - 1), shift
     if bits is not None:
@@ -44,8 +47,11 @@ def read(packet: Reader, count: int, total: int, *, bits: bool = False) -> tuple
     shift = shift_of(count, total)
     width = shift + bits
     length = packet.number()
-    low = unpack(packet.take(packed_bytes(count, width), torch.uint8), count, width)
-    ends = torch.nonzero(unpack_bits(packet.take(length, torch.uint8))).flatten()
+    remainders, quotients = packet.take(packed_bytes(count, width), torch.uint8), packet.take(length, torch.uint8)
+    if kernels.native is not None:
+        return _read_natively(remainders, quotients, count, total, bits=bits)
+    low = unpack(remainders, count, width)
+    ends = torch.nonzero(unpack_bits(quotients)).flatten()
     if ends.numel() != count:
         raise refuse(f"{ends.numel()} quotients for {count} indices")
     gaps = (torch.diff(ends, prepend=torch.tensor([-1])) - 1 << shift) + (low >> bits)
@@ -53,3 +59,25 @@ def read(packet: Reader, count: int, total: int, *, bits: bool = False) -> tuple
     if count and int(indices[-1]) >= total:
         raise refuse(f"index {int(indices[-1])} of {total} values")
     return indices, low & bits
+
+
+def _write_natively(into: Tensor, at: int, indices: Tensor, shift: int, bits: Tensor | None) -> int:
+    count, start = indices.numel(), into.data_ptr()
+    low = at + 4
+    unary = words(low + packed_bytes(count, shift + (bits is not None)))
+    addresses = (indices.data_ptr(), bits.data_ptr() if bits is not None else 0)
+    into[unary - 4 : unary] = 0
+    length = kernels.native.to_gaps(*addresses, count, shift, start + low, start + unary)
+    put(into, at, torch.tensor([length], dtype=torch.int32))
+    return fill(into, unary + length)
+
+
+def _read_natively(low: Tensor, unary: Tensor, count: int, total: int, *, bits: bool) -> tuple[Tensor, Tensor]:
+    if count > 8 * unary.numel():  # before so much memory is taken
+        raise refuse(f"{unary.numel()} bytes of quotients for {count} indices")
+    indices, found = torch.empty(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
+    addresses = (indices.data_ptr(), found.data_ptr() if bits else 0)
+    shift = shift_of(count, total)
+    if not kernels.native.from_gaps(low.data_ptr(), unary.data_ptr(), unary.numel(), count, shift, total, *addresses):
+        raise refuse(f"its quotients are not those of {count} indices below {total}")
+    return indices, found

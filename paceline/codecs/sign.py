@@ -9,10 +9,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from paceline.codecs import kernels
 from paceline.codecs.base import Codec, CodecState, Part, Parts, check_bucket, store
 from paceline.codecs.bits import pack_bits, packed_bytes, unpack_bits
 from paceline.codecs.buckets import halving_sum, in_buckets, num_buckets
-from paceline.codecs.packet import Reader, put, words
+from paceline.codecs.packet import Reader, fill, put, words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,8 @@ class SignState(CodecState[Sign]):
 
     def encode_piece(self, number: int, values: Tensor, into: Tensor, at: int, *, step: int) -> int:
         residual = self.memory["residual"][self.pieces[number].place] if self.codec.feedback else None
+        if kernels.native is not None:
+            return self.encode_natively(values, residual, into, at)
         if residual is not None:
             values = values + residual
         means = self.means(values)
@@ -64,6 +67,13 @@ class SignState(CodecState[Sign]):
         if residual is not None:
             torch.sub(values, self.spread(means, negative), out=residual)
         return put(into, put(into, at, means), pack_bits(negative))
+
+    def encode_natively(self, values: Tensor, residual: Tensor | None, into: Tensor, at: int) -> int:
+        count, bucket, start = values.numel(), self.codec.bucket, into.data_ptr()
+        end = at + 4 * num_buckets(count, bucket)
+        remembered = residual.data_ptr() if residual is not None else 0
+        kernels.native.to_signs(values.data_ptr(), remembered, count, bucket, start + at, start + end)
+        return fill(into, end + packed_bytes(count, 1))
 
     def means(self, values: Tensor) -> Tensor:
         """The mean of each bucket's absolute values; in the last one, of as many as there are."""
@@ -78,12 +88,14 @@ class SignState(CodecState[Sign]):
         each = means.repeat_interleave(self.codec.bucket)[: negative.numel()]
         return torch.where(negative, -each, each)
 
-    def read(self, packet: Reader, count: int) -> tuple[Tensor, Tensor]:
-        means = packet.take(num_buckets(count, self.codec.bucket), torch.float32)
-        return means, unpack_bits(packet.take(packed_bytes(count, 1), torch.uint8))[:count].bool()
-
     def decode_piece(self, number: int, packet: Reader, out: Tensor, *, add: bool) -> None:
-        store(out, self.spread(*self.read(packet, out.numel())), add=add)
+        count, bucket = out.numel(), self.codec.bucket
+        means = packet.take(num_buckets(count, bucket), torch.float32)
+        signs = packet.take(packed_bytes(count, 1), torch.uint8)
+        if kernels.native is not None:
+            kernels.native.from_signs(means.data_ptr(), signs.data_ptr(), count, bucket, out.data_ptr(), add)
+            return
+        store(out, self.spread(means, unpack_bits(signs)[:count].bool()), add=add)
 
     def combine(self, packets: Sequence[Tensor], flat: Tensor) -> None:
         if self.codec.vote == "none":

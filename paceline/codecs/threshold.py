@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from paceline.codecs import rice
+from paceline.codecs import kernels, rice
 from paceline.codecs.base import Codec, CodecState, Part, Parts
 from paceline.codecs.bits import pack, packed_bytes, unpack
 from paceline.codecs.packet import Reader, put, refuse, words
@@ -65,10 +65,7 @@ class ThresholdState(CodecState[Threshold]):
 
     def encode_piece(self, number: int, values: Tensor, into: Tensor, at: int, *, step: int) -> int:
         tau, residual = self.memory["tau"], self.memory["residual"]
-        residual += values
-        indices = torch.nonzero(residual.abs() > tau).flatten()
-        negative = torch.signbit(residual[indices]).to(torch.int64)
-        residual[indices] -= torch.where(negative > 0, -tau, tau)
+        indices, negative = take_beyond(values, residual, tau)
         at = self.write(into, at, indices, negative)
         self.adapt(indices.numel())
         return at
@@ -126,3 +123,18 @@ class ThresholdState(CodecState[Threshold]):
         if indices.numel() != count or (marks == 3).any():
             raise refuse(f"its bitmap has {indices.numel()} marks for {count} values")
         return indices, marks[indices] - 1
+
+
+def take_beyond(values: Tensor, residual: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    """Add values to the residual, and take tau or -tau from what is beyond it: the indices, and which are negative."""
+    if kernels.native is not None:
+        found = torch.empty(values.numel(), dtype=torch.int32)
+        addresses = (values.data_ptr(), residual.data_ptr(), values.numel())
+        count = kernels.native.take_beyond(*addresses, float(tau), found.data_ptr())
+        marked = found[:count].to(torch.int64) & 0xFFFFFFFF
+        return marked >> 1, marked & 1
+    residual += values
+    indices = torch.nonzero(residual.abs() > tau).flatten()
+    negative = torch.signbit(residual[indices]).to(torch.int64)
+    residual[indices] -= torch.where(negative > 0, -tau, tau)
+    return indices, negative

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.codecs import rice
 from paceline.codecs.base import Codec, CodecState, Part, Parts
 from paceline.codecs.packet import Reader, put
-from paceline.codecs.selection import largest
+from paceline.codecs.selection import about_largest, largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class TopK(Codec):
     momentum: float = 0.0
     clip: float = 0.0  # 0 does not clip
     warm_up: int = 0  # steps
+    sampled: float = 0.0  # the share of values from which a threshold is guessed; 0 finds the largest exactly
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,6 +46,8 @@ class TopK(Codec):
             raise self.mistake(f"momentum must be at least 0 and below 1, got {self.momentum:g}")
         if not 0 <= self.clip < float("inf"):
             raise self.mistake(f"clip must be at least 0 and finite, got {self.clip:g}")
+        if not 0 <= self.sampled <= 1:
+            raise self.mistake(f"sampled must be a share of the values, from 0 to 1, got {self.sampled:g}")
         if self.warm_up < 0:
             raise self.mistake(f"warm_up must be at least 0 steps, got {self.warm_up}")
 
@@ -84,8 +87,9 @@ class TopKState(CodecState[TopK]):
         place = self.pieces[number].place
         waiting = self.memory["residual"][place]
         count = min(values.numel(), max(1, round(self.codec.density_at(step) * values.numel())))
-        chosen = largest(waiting, count)
-        at = put(into, at, torch.tensor([count], dtype=torch.int32))
+        sample = round(self.codec.sampled * values.numel())
+        chosen = about_largest(waiting, count, sample) if sample else largest(waiting, count)
+        at = put(into, at, torch.tensor([chosen.numel()], dtype=torch.int32))
         at = rice.write(into, at, chosen, values.numel())
         at = put(into, at, waiting[chosen])
         for remembered in self.memory.values():
