@@ -335,11 +335,12 @@ def assert_all_the_same(case: Case) -> None:
     with TemporaryDirectory() as folder:
         trace, other_trace = Path(folder) / "one.bin", Path(folder) / "two.bin"
         live, has_step = on_live_server(case, order, 1, trace)
-        parted, _ = on_live_server(case, order, 2, other_trace)
+        several = 1 if case.codec is not None and "both" in case.codec else 2  # servers
+        parted, _ = on_live_server(case, order, several, other_trace)
         if case.codec is None:  # else every server's part has its own packet
             assert_same(parted, live)
         assert_same(replayed_as_problem(case, trace), live)
-        assert_same(replayed_as_problem(case, other_trace, servers=2), parted)
+        assert_same(replayed_as_problem(case, other_trace, servers=several), parted)
         assert_same(replayed_as_script(case, other_trace, order, has_step), parted)
     if case.clip_norm is None:  # which the virtual cluster knows nothing of
         assert_same(virtual, live)
@@ -434,10 +435,11 @@ CODECS = [  # so that something of the small model is coded, and something waits
     "threshold(tau=0.05, adaptive=0.2)",
     "power-sgd(rank=1)",
 ]
+BOTH = ["cast(both=true)", "qsgd(levels=3, bucket=8, raw_below=0, both=true)", "top-k(density=0.3, both=true)"]
 CODED = ["sync", "k-sync(k=2)", "k-batch-sync(k=2)", "k-batch-async(k=2)", "downpour(period=2)"]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [*CODECS, *BOTH])
 @pytest.mark.parametrize("text", CODED)
 def test_all_codecs_come_to_the_same_bits_under_all_who_drive(text: str, codec: str) -> None:
     policy = parse_policy(text)

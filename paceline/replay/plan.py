@@ -13,6 +13,7 @@ from paceline.record.trace import (
     Committed,
     Described,
     Ended,
+    Finished,
     Given,
     GivenMore,
     Hashed,
@@ -47,6 +48,15 @@ class RecordedPush:
         return f"worker {self.told.rank}, step {self.told.step}, on version {self.told.version} ({batches})"
 
 
+class RecordedSend(NamedTuple):
+    """Parameters that were sent to a worker."""
+
+    rank: int
+    joined: int  # how often it had joined
+    step: int  # -1: there were no more batches
+    coded: bool  # a packet was sent in their place
+
+
 class RecordedCommit(NamedTuple):
     version: int  # after it
     pushes: tuple[RecordedPush, ...]  # in the order in which they were applied
@@ -60,6 +70,7 @@ class Plan:
 
     first: int = 0  # version at the start of the trace
     pushes: list[RecordedPush] = field(default_factory=list)  # all accepted pushes, in the order of arrival
+    sends: dict[int, list[RecordedSend]] = field(default_factory=lambda: defaultdict(list))  # by version
     commits: list[RecordedCommit] = field(default_factory=list)
     hashes: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))  # by version
     data: list[Described] = field(default_factory=list)
@@ -112,6 +123,10 @@ class _Reading:
                 case Given():
                     self.given[record.rank] = record
                     self.batches[record.rank] = [RecordedBatch(record.epoch, record.batch, record.weight)]
+                    if record.fresh:
+                        self._send(record.rank, record.version, record.step, coded=record.coded)
+                case Finished():
+                    self._send(record.rank, record.version)
                 case GivenMore() if record.batch >= 0:
                     self.batches.setdefault(record.rank, []).append(
                         RecordedBatch(record.epoch, record.batch, record.weight)
@@ -150,6 +165,9 @@ class _Reading:
         self.given.pop(rank, None)
         self.batches.pop(rank, None)
         self.versions.pop(rank, None)
+
+    def _send(self, rank: int, version: int, step: int = -1, *, coded: bool = False) -> None:
+        self.plan.sends[version].append(RecordedSend(rank, self.joined[rank], step, coded))
 
     def _take(self, record: Pushed) -> None:
         rank, step, version = record.rank, record.step, record.version

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from paceline.codecs import read_codec
 from paceline.errors import UsageError, WireError
@@ -28,6 +29,7 @@ from paceline.record.fingerprints import hash_of, state_tensors
 from paceline.replay.outcome import Differs, Replayed, ReplayedPush, gradients_of, same_bits
 from paceline.replay.reads import Read, read_versions
 from paceline.server.averages import Average
+from paceline.store.behind import Behind
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, examine
 from paceline.store.in_place import with_differences
@@ -79,6 +81,7 @@ class _Worker:
     peer: Peer
     process: int
     room: Arena  # the memory of its pushes
+    behind: Behind | None = None
     taken: int = -1  # as the live server's of its members
     exchanges: int = -1
     exchanged: bool = False
@@ -267,7 +270,10 @@ class ReplayServer:
             raise UsageError(f"worker {record.rank} has another model than the server; is the script the same?")
         room = Arena(self._layouts.up)
         peer.tensors = Pieces(memory_of(room.memory))
-        self._workers[record.rank] = _Worker(peer=peer, process=hello.pid, room=room)
+        codec, behind = self._rule.codec, None
+        if codec is not None and codec.both:
+            behind = Behind(codec, self._layouts, seed=self._about["seed"] % 2**63, rank=record.rank)
+        self._workers[record.rank] = _Worker(peer=peer, process=hello.pid, room=room, behind=behind)
         self._ranks[peer] = record.rank
         peer.send(
             wire.Welcome(
@@ -297,6 +303,7 @@ class ReplayServer:
         """
         worker = self._workers[record.rank]
         worker.computes = not (read.lost or read.doomed)
+        has = self._has_after(worker, coded=record.coded) if record.fresh else None
         if read.lost:
             return  # the worker died before it sent any result
         at = max(record.version, read.version)
@@ -315,6 +322,8 @@ class ReplayServer:
             message = _Planned(None, read.pushes, lambda: worker.peer.send(go._replace(doomed=True, fresh=False)))
         elif not record.fresh:
             message = _Planned(None, read.pushes, lambda: worker.peer.send(go))
+        elif has is not None:
+            message = _Planned(None, read.pushes, lambda: worker.peer.send(go, memory_of(has)))
         elif worker.exchanged:
             go = go._replace(version=at, exchanged=worker.exchanges)
             tensors = with_differences(self._layouts, self._memory, worker.room)
@@ -325,6 +334,18 @@ class ReplayServer:
         worker.planned.append(message)
         self._send_due(worker)
 
+    def _has_after(self, worker: _Worker, *, coded: bool) -> Tensor | None:
+        """What a worker has after it was sent a packet or all parameters, if these go through a codec."""
+        if worker.behind is None:
+            return None
+        memory = self._memory.clone()
+        views = self._layouts.down.views(memory)
+        has_packet = coded and worker.behind.encode(views, version=self._version) is not None
+        if not has_packet:
+            worker.behind.take_all(views)
+        worker.behind.write(views)
+        return memory
+
     def _give_more(self, record: traced.GivenMore) -> None:
         worker = self._workers[record.rank]
         if not worker.computes:
@@ -334,6 +355,7 @@ class ReplayServer:
 
     def _finish(self, record: traced.Finished, read: Read) -> None:
         worker, at = self._workers[record.rank], max(record.version, read.version)
+        self._has_after(worker, coded=False)
         finished = wire.Finished(at, worker.ask, worker.taken)
         message = _Planned(at, read.pushes, lambda: worker.peer.send(finished, memory_of(self._memory)))
         worker.planned.append(message)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from paceline.codecs import parse_codec
@@ -18,10 +19,11 @@ from paceline.errors import CommError, WireError
 from paceline.policies.messages import PushKind
 from paceline.server.cancellation import StepCancelled
 from paceline.server.parts import ConnectionLost, OtherParts
+from paceline.store.behind import Behind
 from paceline.store.coding import PushCoding
 from paceline.store.gathering import Filled, fill_push, read_parameters
 from paceline.store.in_place import Gradients, Parameters
-from paceline.store.layout import Arena, ModelLayouts
+from paceline.store.layout import Arena, ModelLayouts, memory_of
 from paceline.store.memory import Copied, SharedMemory, is_over
 from paceline.store.partition import layouts_of
 from paceline.transport import messages as wire
@@ -81,6 +83,7 @@ class Client:
         self._memory_file, self._shard_memories = memory, shard_memories
         self._shares = memory is not None  # pushes and parameters go through it
         self._coding: PushCoding | None = None
+        self._behind: Behind | None = None  # if parameters come as packets
         self._others: OtherParts | None = None  # the parts of the parameters that other servers hold
         self._connection: Connection | None = None
         self._later: wire.Go | wire.Finished | None = None  # came during the present step
@@ -166,6 +169,11 @@ class Client:
         if self._memory_file is None or not self._shares:
             self._gradients, self._parameters = Gradients(self._layouts), Parameters(self._layouts)
             self._into = self._came = self._aside = self._parameters.aside
+            self._behind = None
+            if self._coding is not None and self._coding.codec.both and welcome.packets:
+                self._behind = Behind(self._coding.codec, self._layouts)
+                self._packet = torch.empty(self._behind.most_bytes, dtype=torch.uint8)
+                self._into = self._aside = Pieces(memory_of(self._packet), at_most=True)
             return
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._memory_file, down=down, up=up, slots=welcome.slots)
@@ -253,7 +261,8 @@ class Client:
 
     def _wait_for_step(self) -> wire.Go | wire.Finished:
         """Wait without a step: parameters may be received directly into the model."""
-        if not self._shares and self.welcome.kind != PushKind.PARAMETERS.value:  # the worker's are its own
+        its_own = self.welcome.kind == PushKind.PARAMETERS.value
+        if not (self._shares or its_own or self._behind is not None):
             self._into = self._parameters.in_model()
         try:
             return cast(wire.Go | wire.Finished, self._wait_for(wire.Go, wire.Finished))
@@ -459,7 +468,7 @@ class Client:
         while (received := self._connection.receive(self._into)) is not None:
             message = decode(received.head)
             if received.tensors is not None:
-                self._came = received.tensors
+                self._came = received.tensors if self._behind is None else self._lay(message, received.tensors.nbytes)
             match message:
                 case wire.Alive():
                     continue
@@ -472,7 +481,7 @@ class Client:
                 case wire.Unknown():
                     raise _Lost  # the server has taken this worker for dead
                 case wire.Go() | wire.Finished() if message.ask != self._asks:
-                    if received.tensors not in (None, self._aside):
+                    if self._behind is None and received.tensors not in (None, self._aside):
                         self._read(message.version)  # the model has its parameters already
                     continue  # it answers an earlier request
                 case _:
@@ -480,6 +489,19 @@ class Client:
         if self._connection.ended:
             raise _Lost
         return None
+
+    def _lay(self, message: wire.Message, nbytes: int) -> Pieces:
+        """Have aside what came in place of parameters, or all of them; every packet counts, also of no step of ours."""
+        assert self._behind is not None
+        came, views = self._packet[:nbytes], self._parameters.views
+        if isinstance(message, wire.Go) and message.coded:
+            self._behind.unpack(came, views)
+        elif nbytes == self._layouts.down.nbytes:
+            self._parameters.memory.copy_(came)
+            self._behind.take_all(views)
+        else:
+            raise WireError(f"wanted parameters of {self._layouts.down.nbytes} bytes, found {nbytes}")
+        return self._parameters.aside
 
     def _watch_connection(self, connection: Connection) -> None:
         """Wait for a message; ``_Lost`` if the server or its host is gone."""

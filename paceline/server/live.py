@@ -34,6 +34,7 @@ from paceline.server.demand import Demand
 from paceline.server.members import Figures, GivenBatch, Member, Standing
 from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
+from paceline.store.behind import Behind
 from paceline.store.coding import CodedPart
 from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
@@ -117,7 +118,7 @@ class LiveServer:
         self._trace: Callable[[traced.Record], None] = trace.append if trace is not None else lambda _: None
         self._tracer = trace
         self._model = ModelLayouts.describe(train_state.model)
-        self._rule = CommitRule.of(policy, codec)
+        self._rule = CommitRule.of(policy, codec, servers=1 if shards is None else 1 + len(shards.addresses))
         with_reads = self._rule.with_reads
         self._layouts = ModelLayouts(train_state.model, with_reads=with_reads) if shards is None else shards.layouts
         self._num_trained = len(self._layouts.trained) if shards is None else shards.num_trained
@@ -139,6 +140,7 @@ class LiveServer:
         if found is not None:
             self._take_over(found)
         adopt(self._layouts, self._memory.down, found=found is not None)
+        self._parameters = self._layouts.down.views(self._memory.down)
         self._memory.version = version
         self._memory.wrote()  # though one who was killed may not have got so far
         self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, self._rule)
@@ -160,6 +162,13 @@ class LiveServer:
 
     def serve(self, asked_to_stop: Callable[[], bool]) -> bool:
         """Serve until all workers have left, or a stop is requested; True if the workers have left."""
+        left = self._serve(asked_to_stop)
+        for rank, received, sent in () if self._shards is None else self._shards.count_bytes():
+            figures = self._figures.setdefault(rank, Figures())
+            figures.received, figures.sent = figures.received + received, figures.sent + sent
+        return left
+
+    def _serve(self, asked_to_stop: Callable[[], bool]) -> bool:
         while not asked_to_stop():
             for peer, heard in self._listener.hear(_TICK):
                 self._take_in(peer, heard)
@@ -281,7 +290,15 @@ class LiveServer:
             self._listener.forget(self._members[rank].peer)
             self._leave(self._members[rank])
         figures = self._figures.setdefault(rank, Figures())
-        member = Member(rank=rank, peer=peer, gradients=gradients, packets=packets, local=local, figures=figures)
+        member = Member(
+            rank=rank,
+            peer=peer,
+            gradients=gradients,
+            packets=packets,
+            behind=self._new_behind(rank),
+            local=local,
+            figures=figures,
+        )
         if self._queue.epoch > self._start_epoch:
             member.first_epoch = self._queue.epoch
         self._members[rank] = self._by_peer[peer] = member
@@ -306,6 +323,10 @@ class LiveServer:
                 coded_parts=1 if self._shards is None else 1 + len(self._shards.addresses),
             )
         )
+
+    def _new_behind(self, rank: int) -> Behind | None:
+        codec = self._rule.codec
+        return Behind(codec, self._layouts, seed=self._seed, rank=rank) if codec is not None and codec.both else None
 
     def _addresses_for(self, peer: Peer) -> tuple[str, ...]:
         if self._shards is None:
@@ -339,6 +360,7 @@ class LiveServer:
         self._trace(traced.Left(member.rank, dead, self._now(), version))
         del self._members[member.rank], self._by_peer[member.peer]
         self._count_bytes(member)
+        member.figures.forgotten += dead and self._rule.codec_remembers
         self._queue.give_back(member.rank)
         if member.standing is Standing.IN_ROUNDS:
             self._do(self._policy.left(self._state, member.rank, self._now()))
@@ -513,14 +535,17 @@ class LiveServer:
             member.pushed_at = None
         member.step, member.step_began = step, now
         version, more = self._memory.version, len(rest)
-        self._trace(
-            traced.Given(member.rank, step, version, fresh, first.epoch, first.number, more=more, weight=first.weight)
-        )
+        packet = self._packet_for(member) if fresh else None
+        given = traced.Given(member.rank, step, version, fresh, first.epoch, first.number, more, first.weight)
+        self._trace(given._replace(coded=packet is not None))
         exchanged = member.exchanges if member.exchanged else -1
-        tensors = self._parameters_for(member, exchanged=member.exchanged) if fresh else None
+        tensors = packet
+        if fresh and packet is None:
+            tensors = self._parameters_for(member, exchanged=member.exchanged)
         member.figures.bytes_out += self._down_bytes if fresh else 0
         go = wire.Go(step, version, fresh, first.epoch, first.number, member.ask, more=more, weight=first.weight)
-        member.peer.send(go._replace(exchanged=exchanged, taken=member.taken), tensors)
+        go = go._replace(exchanged=exchanged, taken=member.taken, coded=packet is not None)
+        member.peer.send(go, tensors)
 
     def _batches_for(self, member: Member, work: decided.Work | None) -> list[GivenBatch] | None:
         """The batches of a member's step: none if its parts of a round are empty, None if no batch is left."""
@@ -577,6 +602,22 @@ class LiveServer:
         if exchanged:
             return with_differences(self._layouts, self._memory.down, member.gradients)
         return Pieces(memory_of(self._memory.down))
+
+    def _packet_for(self, member: Member) -> Pieces | None:
+        """What brings a member near to the newest parameters, or None if all of them have to be sent.
+
+        So it is at first, and if something waits to be sent: what is sent now may take its place.
+        """
+        behind = member.behind
+        if behind is None:
+            return None
+        packet = None
+        if not member.peer.connection.waits:
+            packet = behind.encode(self._parameters, version=self._memory.version)
+        if packet is None:
+            behind.take_all(self._parameters)
+            return None
+        return behind.pieces(packet, self._parameters)
 
     def _commit(self, commit: decided.Commit) -> None:
         self._listener.keep_what_waits()
@@ -800,6 +841,8 @@ class LiveServer:
         for member in done:
             member.pushed_at = None
             member.figures.bytes_out += self._down_bytes
+            if member.behind is not None:
+                member.behind.take_all(self._parameters)
             finished = wire.Finished(self._memory.version, member.ask, member.taken)
             member.peer.send(finished, self._parameters_for(member))
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from paceline.server.demand import Demand
+from paceline.store.behind import Behind
 from paceline.store.layout import Arena
 from paceline.transport.listening import Peer
 
@@ -27,6 +28,7 @@ class Figures:
     computing_seconds: float = 0.0  # of its pushes, as the worker measured
     waiting_seconds: float = 0.0  # from its push to its next step
     thrown_away_seconds: float = 0.0  # from the beginning of each cancelled step to its cancel
+    forgotten: int = 0  # times that what its codec has kept back was lost, since it died or has joined again
     bytes_in: int = 0  # of tensors pushed, over a network or through memory, before a codec makes them fewer
     bytes_out: int = 0  # of tensors sent to it
     received: int = 0  # bytes that its connections' sockets have given, with all that is around tensors
@@ -72,6 +74,7 @@ class Member:
     peer: Peer
     gradients: Arena  # the memory of its pushes
     packets: Tensor | None  # where its pushes are received, if they go through a codec
+    behind: Behind | None  # what it has of the parameters, if these go through a codec
     local: bool  # whether it shares the server's memory
     figures: Figures
     life: int = 0  # its incarnation, as the policy knows it

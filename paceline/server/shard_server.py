@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,6 +82,7 @@ class ShardServer:
         self._answers: dict[int, wire.Done] = {}  # to the last few orders
         self._slots: dict[int, Arena] = {}  # rank -> memory of its pushes, of workers of this host
         self._parts: dict[int, _Part] = {}  # by rank; kept after a worker has left, since its push may still count
+        self._bytes: dict[str, list[int]] = {}  # by rank: of connections that others have taken the place of
         self._ended = False
         self._alone_since: float | None = None  # when the connection to the first server was lost
 
@@ -124,8 +126,18 @@ class ShardServer:
     # Workers -----------------------------------------------------------------------------------------------------
 
     def _attach(self, peer: Peer, rank: int) -> None:
+        if rank in self._parts:
+            self._bytes[str(rank)] = self._count_bytes()[str(rank)]
         self._parts[rank] = _Part(peer, Arena(self._layouts.up), self._coded)
         peer.send(wire.Took(0))
+
+    def _count_bytes(self) -> dict[str, list[int]]:
+        """By rank: the bytes that its connections have brought and taken."""
+        counted = dict(self._bytes)
+        for rank, part in self._parts.items():
+            before, connection = counted.get(str(rank), [0, 0]), part.peer.connection
+            counted[str(rank)] = [before[0] + connection.received, before[1] + connection.sent]
+        return counted
 
     def _note_part(self, peer: Peer, step: int) -> None:
         for part in self._parts.values():
@@ -182,6 +194,8 @@ class ShardServer:
                 self._give(order)
             case wire.Tell():
                 return done._replace(value=write_state(self._file, self._train_state, self._layouts))
+            case wire.CountBytes():
+                return done._replace(result=json.dumps(self._count_bytes()).encode())
             case wire.End():
                 self._ended = True
             case _:

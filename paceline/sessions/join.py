@@ -32,6 +32,7 @@ from paceline.sessions.request import JoinRequest
 from paceline.sessions.server import host
 from paceline.sessions.session import Session
 from paceline.sessions.worker import join_as_worker
+from paceline.store.commit_rule import CommitRule
 from paceline.store.partition import check_dealt
 from paceline.train_state import Stateful, TrainState
 
@@ -138,7 +139,10 @@ def join_with_server(request: JoinRequest) -> Session:
     report("needs server")  # started with us, or now
     report("joined")  # before others are waited for: then one that never joins is found out
     check_for_server(request.train_state, request.policy, assignment.workers)
-    check_dealt(request.train_state.model, 1 + len(assignment.shard_fds))  # by whoever comes first
+    servers = 1 + len(assignment.shard_fds)
+    check_dealt(request.train_state.model, servers)  # by whoever comes first
+    assert isinstance(request.policy, ServerPolicy)
+    CommitRule.of(request.policy, request.codec, servers=servers)
     if assignment.role == "server":
         raise SystemExit(host(request, assignment))
     return join_as_worker(request.train_state, request.model, assignment, policy=request.policy, on_nan=request.on_nan)

@@ -104,7 +104,14 @@ class ServerRun:
         found = self._run_state.resume(path, resume)
         if found is not None:
             self.stand_at(found)
+            self._tell_of_codec()
         self._run_state.open(self.seed, config)
+
+    def _tell_of_codec(self) -> None:
+        if self._rule.codec_remembers:
+            logger.warning(
+                "version %d: what codec %s had kept back is lost", self.steps, self._rule.codec
+            )
 
     def stand_at(self, position: Position) -> None:
         """Count on from there."""
@@ -121,6 +128,7 @@ class ServerRun:
         self._run_state.open(self.seed, config)
         self._write("restarted", lost_pushes=found["taken"])
         logger.warning("the server is back at version %d; %d pushes are lost", self.steps, found["taken"])
+        self._tell_of_codec()
 
     def serve(self, assignment: ServerAssignment) -> int:
         """Serve until the workers have left or a signal comes; return the exit code of the process."""

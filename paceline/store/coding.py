@@ -9,16 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.codecs import Codec, Parts
+from paceline.codecs import Codec, CodecState, Parts
 from paceline.codecs.packet import HEADER
-from paceline.errors import NonFiniteInputError, WireError
+from paceline.errors import NonFiniteInputError, UsageError, WireError
 from paceline.seeding import derive_seed
 from paceline.store.layout import Arena, Layout, ModelLayouts, memory_of
 from paceline.transport.pieces import Pieces
+
+
+def most_bytes(state: CodecState[Any]) -> int:
+    """The most bytes of a packet."""
+    return HEADER.size + sum(map(state.most_bytes, state.pieces)) + 4 * sum(part.count for part in state.raw)
 
 
 class CodedPart:
@@ -26,13 +32,14 @@ class CodedPart:
 
     def __init__(self, codec: Codec, layouts: ModelLayouts, *, seed: int = 0) -> None:
         self._layouts, self.trained = layouts, layouts.trained
+        if any(each.is_complex() for each in self.trained):
+            raise UsageError(f"codec {codec} is for real numbers, and the model has complex parameters; leave it out")
         self.state = codec.new_state(replace(Parts.of(self.trained), dtype=torch.float32), seed=seed)
         self._flat = torch.zeros(self.state.parts.count)
         self._views = [self._flat[part.place].view(part.shape) for part in self.state.parts.tensors]
         self._rest = Layout([*layouts.buffers, *layouts.reads])
         self._rest_memory = torch.zeros(self._rest.nbytes, dtype=torch.uint8)
-        most = sum(map(self.state.most_bytes, self.state.pieces)) + 4 * sum(part.count for part in self.state.raw)
-        self.most_bytes = self._rest.nbytes + HEADER.size + most  # of what is sent
+        self.most_bytes = self._rest.nbytes + most_bytes(self.state)  # of what is sent
 
     def encode(self, *, step: int) -> Tensor:
         """Make the packet of the model's gradients; a parameter without one has zeros."""
@@ -76,6 +83,7 @@ class PushCoding:
     """
 
     def __init__(self, codec: Codec, layouts: Sequence[ModelLayouts], *, seed: int, rank: int, since: int = 0) -> None:
+        self.codec = codec
         self.parts = [
             CodedPart(codec, part, seed=derive_seed(seed, rank, "codec", number)) for number, part in enumerate(layouts)
         ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from torch import Tensor
+
 from paceline.aggregators import Aggregator, Mean, Needs, aggregator_of
 from paceline.codecs import Codec, Parts
 from paceline.errors import UsageError
@@ -25,11 +27,11 @@ class CommitRule:
     codec: Codec | None = None  # of pushes
 
     @classmethod
-    def of(cls, policy: ServerPolicy, codec: Codec | None = None) -> Self:
+    def of(cls, policy: ServerPolicy, codec: Codec | None = None, *, servers: int = 1) -> Self:
         """The rule of a policy; raise if its pushes cannot go through the codec."""
         aggregator = aggregator_of(policy)
         if codec is not None:
-            _check_codec(codec, policy, aggregator)
+            _check_codec(codec, policy, aggregator, servers)
         return cls(adds_up=policy.adds_up, aggregator=aggregator, kind=policy.kind, coded=policy.coded, codec=codec)
 
     def remembering(self, train_state: TrainState) -> TrainState:
@@ -37,6 +39,11 @@ class CommitRule:
         if not self.aggregator.remembers or train_state.remembered is not None:
             return train_state
         return replace(train_state, remembered=Remembered(train_state.model.parameters()))
+
+    @property
+    def codec_remembers(self) -> bool:
+        """Whether workers keep back some of what they push, which is lost with them."""
+        return self.codec is not None and bool(_memory_of(self.codec))
 
     @property
     def keeps_pushes(self) -> bool:
@@ -54,14 +61,22 @@ class CommitRule:
         return self.aggregator.needs is Needs.READS
 
 
-def _check_codec(codec: Codec, policy: ServerPolicy, aggregator: Aggregator) -> None:
-    remembers = bool(codec.new_state(Parts.one(1), seed=0).memory)
+def _memory_of(codec: Codec) -> dict[str, Tensor]:
+    return codec.new_state(Parts.one(1), seed=0).memory
+
+
+def _check_codec(codec: Codec, policy: ServerPolicy, aggregator: Aggregator, servers: int) -> None:
+    memory = _memory_of(codec)
+    if codec.both and "momentum" in memory:
+        raise codec.mistake("both=true sends changes of parameters, which have no momentum; use momentum=0")
+    if codec.both and servers > 1:
+        raise codec.mistake(f"both=true is for one server, which knows what each worker has; there are {servers}")
     reason = None
     if policy.kind is PushKind.PARAMETERS:
         reason = "workers push their parameters, and a codec is for gradients and differences"
     elif aggregator.whole:
         reason = "the workers of a group must push the same bits, and each has a codec of its own"
-    elif policy.coded and remembers:
+    elif policy.coded and memory:
         reason = "a commit weighs each push otherwise, so what a codec keeps for the next push would change its weight"
     if reason is not None:
         raise UsageError(f"codec {codec} cannot be used under {policy}: {reason}; leave it out")

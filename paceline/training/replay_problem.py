@@ -30,6 +30,7 @@ from paceline.store.layout import Arena, ModelLayouts
 from paceline.store.parameter_store import ParameterStore
 from paceline.store.pending import PushKey, Share
 from paceline.train_state import TrainState
+from paceline.training.replay_sends import SentParameters
 from paceline.training.replay_worker import ComputedPush, ReplayWorker
 from paceline.training.train import TrainConfig, build_scheduler, make_model, server_pace, training_sampler
 
@@ -71,6 +72,7 @@ class ProblemReplay:
         local = make_local_steps(policy.kind, own, momentum=policy.local_momentum)
         self._worker = ReplayWorker(config, problem, batches, model=own.model, local=local, rule=rule, servers=servers)
         self._computed_from = plan.computed_from()
+        self._sent = SentParameters(plan, rule.codec, self._layouts, seed=seed)
         self._waiting: dict[Pushed, ComputedPush] = {}  # for their commits
         self._free: list[Arena] = []  # memory to be used again
         self._pushes: int = 0
@@ -113,9 +115,10 @@ class ProblemReplay:
 
     def _compute_pushes(self) -> None:
         """Compute and compare all pushes of the present version."""
+        self._sent.send(self.version, self._parameters)
         for recorded in self._computed_from.pop(self.version, ()):
             arena = self._free.pop() if self._free else Arena(self._layouts.up)
-            push = self._worker.compute(recorded, self._parameters, arena)
+            push = self._worker.compute(recorded, self._sent.read_by(recorded, self._parameters), arena)
             self._compare(push)
             self._waiting[recorded.told] = push
             self._pushes += 1

@@ -32,6 +32,7 @@ from paceline.seeding import derive_seed, seed_streams
 from paceline.sessions.join import join
 from paceline.sessions.nan_guard import OnNaN
 from paceline.sessions.session import Session
+from paceline.store.commit_rule import CommitRule
 from paceline.store.partition import check_dealt
 
 Precision = Literal["fp32", "bf16"]
@@ -142,12 +143,13 @@ def train(
 def check_config(config: TrainConfig, problem: Problem, workers: int = 1, servers: int = 1) -> None:
     """Raise the errors that ``train`` would raise before its first step, without making a run."""
     policy = parse_policy(config.policy)
-    read_codec(config.codec)
+    codec = read_codec(config.codec)
     if config.hostile > workers:
         raise UsageError(f"wanted {config.hostile} hostile workers, found {workers} workers; lower --hostile")
     if isinstance(policy, ServerPolicy):
         policy.begin(workers)
         aggregator_of(policy, workers)
+        CommitRule.of(policy, codec, servers=servers)
     pick_device(config.device)
     model = problem.make_model()
     check_dealt(model, servers)

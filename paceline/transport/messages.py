@@ -143,6 +143,7 @@ class Go(NamedTuple):
     weight: float = 1.0  # of the batch, in a sum
     exchanged: int = -1  # the step of the push of which what was added comes in place of the trained parameters
     taken: int = -1  # the step of the worker's last push that was taken
+    coded: bool = False  # a packet comes in place of the parameters
 
 
 class BatchMessage(NamedTuple):
@@ -314,6 +315,12 @@ class Tell(NamedTuple):
     number: Count
 
 
+class CountBytes(NamedTuple):
+    """Say how many bytes each worker's connections have brought and taken, as a JSON object by rank."""
+
+    number: Count
+
+
 class End(NamedTuple):
     """The run is over."""
 
@@ -335,7 +342,7 @@ Message: TypeAlias = (
     Hello | Data | Ask | PushMessage | Skip | More | Mean | Save | Record | Alive | Leave
     | Welcome | Go | BatchMessage | Finished | Averaged | Saved | Warned | Unknown | Refused | Over
     | Attach | Part | Took | Parameters
-    | Begin | Examine | Take | Choose | Compare | Ready | Update | Decided | Give | Tell | End | Done
+    | Begin | Examine | Take | Choose | Compare | Ready | Update | Decided | Give | Tell | CountBytes | End | Done
 )  # fmt: skip
 
 KINDS: dict[int, type[Message]] = {
@@ -376,4 +383,5 @@ KINDS: dict[int, type[Message]] = {
     89: Decided,
     90: Choose,
     91: Compare,
+    92: CountBytes,
 }

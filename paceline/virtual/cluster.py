@@ -53,6 +53,10 @@ class Workload(Protocol):
         """The bytes of the worker's last push; None: those of every push."""
         ...
 
+    def sent_bytes(self, workers: Sequence[int]) -> Times | None:
+        """The bytes that each of the workers is sent with the step that it begins; None: all parameters."""
+        ...
+
     def take(self, push: Push) -> None:
         """A push has come and is not dropped."""
         ...
@@ -223,7 +227,7 @@ class Cluster:
         workers, step, work = send
         if self._work is not None:
             self._work.begin(workers, self.version, work)
-        begin = self.network.send(at, len(workers))
+        begin = self.network.send(at, len(workers), None if self._work is None else self._work.sent_bytes(workers))
         batches: int | Numbers = self._policy.local_steps
         if work:
             self._round_parts = work[0].num_parts

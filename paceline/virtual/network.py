@@ -24,8 +24,11 @@ class Network(ABC):
         """The arrival time of a push sent at ``at``, of so many bytes; calls must come in the order of time."""
 
     @abstractmethod
-    def send(self, at: float, workers: int) -> Times:
-        """The times at which the workers receive parameters that the server sends at ``at``, one after the other."""
+    def send(self, at: float, workers: int, nbytes: Times | None = None) -> Times:
+        """The times at which the workers receive parameters that the server sends at ``at``, one after the other.
+
+        Each is sent so many bytes.
+        """
 
 
 class Instant(Network):
@@ -35,8 +38,8 @@ class Instant(Network):
         self.bytes_in += self.pushed if nbytes is None else nbytes
         return at
 
-    def send(self, at: float, workers: int) -> Times:
-        self.bytes_out += workers * self.nbytes
+    def send(self, at: float, workers: int, nbytes: Times | None = None) -> Times:
+        self.bytes_out += workers * self.nbytes if nbytes is None else float(nbytes.sum())
         return np.full(workers, at)
 
 
@@ -55,9 +58,13 @@ class ServerLink(Network):
         self._in_free = max(at + self._latency, self._in_free) + nbytes / self._bandwidth
         return self._in_free
 
-    def send(self, at: float, workers: int) -> Times:
-        self.bytes_out += workers * self.nbytes
-        leaves = max(at, self._out_free) + self._transfer * np.arange(1, workers + 1)
+    def send(self, at: float, workers: int, nbytes: Times | None = None) -> Times:
+        if nbytes is None:
+            self.bytes_out += workers * self.nbytes
+            leaves = max(at, self._out_free) + self._transfer * np.arange(1, workers + 1)
+        else:
+            self.bytes_out += float(nbytes.sum())
+            leaves = max(at, self._out_free) + np.cumsum(nbytes) / self._bandwidth
         self._out_free = float(leaves[-1])
         return np.asarray(leaves + self._latency, dtype=np.float64)
 
@@ -77,7 +84,7 @@ class Collective(Network):
     def push(self, at: float, nbytes: float | None = None) -> float:
         return at
 
-    def send(self, at: float, workers: int) -> Times:
+    def send(self, at: float, workers: int, nbytes: Times | None = None) -> Times:
         if at > 0:  # at the start all workers have the parameters
             self.bytes_out += workers * self.nbytes
             at += self._exposed(at - self._began)

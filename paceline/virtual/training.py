@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from paceline.policies.messages import Commit, Push, Work
 from paceline.seeding import derive_seed, seed_streams
 from paceline.server.local_steps import make_local_steps
 from paceline.server.part_sum import PartSum
+from paceline.store.behind import Behind
 from paceline.store.coding import PushCoding
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, fill_push, read_parameters
@@ -26,6 +28,7 @@ from paceline.store.layout import Arena, ModelLayouts
 from paceline.store.parameter_store import ParameterStore
 from paceline.store.pending import PushKey, shares_of
 from paceline.train_state import TrainState
+from paceline.virtual.agenda import Times
 from paceline.virtual.batches import BatchQueue
 from paceline.virtual.peers import PeersTraining
 from paceline.virtual.plan import Curve, TrainingOutcome, TrainingPlan
@@ -68,10 +71,16 @@ class GradientWork:
         self._parts = PartSum(self._replica) if rule.coded else None
         self._coding = [
             PushCoding(rule.codec, [self._replicas], seed=scenario.seed, rank=worker)
-            for worker in range(scenario.workers if rule.codec is not None else 0)
+            for worker in range(scenario.workers)
             if rule.codec is not None
         ]
         self._packets = dict[int, float]()  # by worker: the bytes of its last push
+        self._behind = [
+            Behind(rule.codec, self._layouts, seed=scenario.seed, rank=worker)
+            for worker in range(scenario.workers)
+            if rule.codec is not None and rule.codec.both
+        ]
+        self._sent = dict[int, float]()  # by worker: the bytes of what it was sent last
         self._scale = scenario.nbytes / self.nbytes if scenario.nbytes else 1.0
         self._newest = self._memory.clone()
         self._loaded: Tensor | None = self._newest  # what the replica has
@@ -96,7 +105,7 @@ class GradientWork:
             if self._coding:
                 self._coding[worker].answered(taken=False)  # if its last push is still on its way, it comes too late
             if version is not None:
-                self._reads[worker] = self._newest
+                self._reads[worker] = self._send(worker, version) if self._behind else self._newest
             if not work:
                 self._batches[worker] = [self._queue.take() for _ in range(self._local_steps)]
         for worker, its in zip(workers, work, strict=False):
@@ -107,6 +116,20 @@ class GradientWork:
                 coefficient * self._queue.examples(self._round_batches[part]) / self._examples_of_round()
                 for part, coefficient in its.parts
             ]
+
+    def _send(self, worker: int, version: int) -> Tensor:
+        """Send a worker a packet, or at first all parameters; return what it then has."""
+        memory, behind = self._newest.clone(), self._behind[worker]
+        views = self._layouts.down.views(memory)
+        packet = behind.encode(views, version=version)
+        if packet is None:
+            behind.take_all(views)
+        behind.write(views)
+        self._sent[worker] = self._scale * (self.nbytes if packet is None else packet.numel())
+        return memory
+
+    def sent_bytes(self, workers: Sequence[int]) -> Times | None:
+        return np.array([self._sent[worker] for worker in workers]) if self._behind else None
 
     def _examples_of_round(self) -> int:
         return sum(map(self._queue.examples, self._round_batches))
