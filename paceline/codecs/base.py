@@ -17,7 +17,7 @@ from paceline.codecs.packet import HEADER, Reader, put, seal, unseal
 from paceline.errors import NonFiniteInputError, UsageError
 from paceline.spec import check_types, to_spec
 
-LIMIT, BITS_OF_LIMIT = 2.0**96, 0x6F800000
+LIMIT = 2.0**96  # of values
 
 C = TypeVar("C", bound="Codec")
 
@@ -245,11 +245,12 @@ class CodecState(ABC, Generic[C]):
         return values
 
 
-def can_be_coded(values: Tensor) -> bool:
-    """Whether all values are finite, and so small that no sum of many is infinite."""
-    if kernels.native is not None and values.device.type == "cpu" and values.is_contiguous():
-        return bool(kernels.native.largest_bits(values.data_ptr(), values.numel()) < BITS_OF_LIMIT)
-    return values.numel() == 0 or bool(values.abs().amax() < LIMIT)
+def can_be_coded(values: Tensor, limit: float = LIMIT) -> bool:
+    """Whether all values are finite and below a limit, which is so small that no sum of many is infinite."""
+    if kernels.native is not None and values.is_contiguous():
+        bits = kernels.native.largest_bits(values.data_ptr(), values.numel())
+        return bool(bits < int(torch.tensor(limit).view(torch.int32)))
+    return values.numel() == 0 or bool(values.abs().amax() < limit)
 
 
 def check_bucket(codec: Codec, bucket: int) -> None:
@@ -264,3 +265,13 @@ def store(out: Tensor, values: Tensor, *, add: bool) -> None:
         out.add_(values)
     else:
         out.copy_(values)
+
+
+def store_at(out: Tensor, indices: Tensor, values: Tensor, *, add: bool) -> None:
+    """Write values to these indices of ``out`` and 0 to the others, or add them; an index comes once."""
+    if not add:
+        out.zero_()
+    if kernels.native is not None:
+        kernels.native.add_at(indices.data_ptr(), values.data_ptr(), indices.numel(), out.data_ptr())
+    else:
+        out[indices] += values

@@ -8,14 +8,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from paceline.codecs.base import Codec, CodecState, Collective, Part, Parts, Pending, Reduction, store
+from paceline.codecs.base import Codec, CodecState, Collective, Part, Parts, Pending, Reduction, can_be_coded, store
 from paceline.codecs.buckets import in_buckets
-from paceline.codecs.packet import Reader, put, words
+from paceline.codecs.packet import Reader, fill, put, words
 from paceline.errors import NonFiniteInputError
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET = 512  # values of fp8 that share a scale
 LARGEST_FP8 = 448.0
+TOO_LARGE_FOR_FP16 = 65_520.0  # from here on values become infinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,11 @@ class CastToHalf(CastState):
         return values.to(HALVES[self.codec.to])
 
     def encode_piece(self, number: int, values: Tensor, into: Tensor, at: int, *, step: int) -> int:
-        narrow = self.narrow(values)
-        if not torch.isfinite(narrow).all():
-            raise NonFiniteInputError(f"codec {self.codec}: a value is too large for {self.codec.to}; use cast(to=fp8)")
-        return put(into, at, narrow)
+        if self.codec.to == "fp16" and not can_be_coded(values, TOO_LARGE_FOR_FP16):
+            raise NonFiniteInputError(f"codec {self.codec}: a value is too large for fp16; use cast(to=bf16)")
+        size = 2 * values.numel()
+        into[at : at + size].view(HALVES[self.codec.to]).copy_(values)
+        return fill(into, at + size)
 
     def decode_piece(self, number: int, packet: Reader, out: Tensor, *, add: bool) -> None:
         store(out, packet.take(out.numel(), HALVES[self.codec.to]), add=add)

@@ -111,6 +111,10 @@ void add_products(const float* p, const float* q, size_t rows, size_t columns, s
   loops().add_products(p, q, rows, columns, rank, out, add);
 }
 
+void add_at(const int64_t* indices, const float* values, size_t count, float* out) {
+  for (size_t i = 0; i < count; ++i) out[indices[i]] += values[i];
+}
+
 const char* instruction_set() { return loops().name; }
 
 bool choose_instruction_set(const std::string& name) {

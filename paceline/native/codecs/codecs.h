@@ -49,6 +49,9 @@ size_t at_least(const float* values, size_t count, float least, int32_t* indices
 // residual += values; then tau is taken from, or added to, all that are beyond it. A word is an index and the sign.
 size_t take_beyond(const float* values, float* residual, size_t count, float tau, uint32_t* words);
 
+// out[indices[i]] += values[i]
+void add_at(const int64_t* indices, const float* values, size_t count, float* out);
+
 // Rising indices as gaps, with one bit more each if `bits` is not null. Writing gives the bytes of the quotients; reading
 // tells whether the data is the code of so many indices below `total`.
 size_t write_gaps(const int64_t* indices, const int64_t* bits, size_t count, int shift, uint8_t* low, uint8_t* unary);

@@ -134,6 +134,13 @@ PyObject* words_beyond(PyObject*, PyObject* arguments) {
       [&] { return take_beyond(at<float>(values), at<float>(residual), count, tau, at<uint32_t>(words)); }));
 }
 
+PyObject* add_at_indices(PyObject*, PyObject* arguments) {
+  Address indices, values, count, out;
+  if (!PyArg_ParseTuple(arguments, "KKKK", &indices, &values, &count, &out)) return nullptr;
+  without_lock([&] { add_at(at<int64_t>(indices), at<float>(values), count, at<float>(out)); });
+  Py_RETURN_NONE;
+}
+
 PyObject* to_gaps(PyObject*, PyObject* arguments) {
   Address indices, bits, count, low, unary;
   int shift;
@@ -182,6 +189,7 @@ PyMethodDef functions[] = {{"sums", sums_of_words, METH_VARARGS, nullptr},
                            {"from_signs", from_signs, METH_VARARGS, nullptr},
                            {"at_least", indices_at_least, METH_VARARGS, nullptr},
                            {"take_beyond", words_beyond, METH_VARARGS, nullptr},
+                           {"add_at", add_at_indices, METH_VARARGS, nullptr},
                            {"to_gaps", to_gaps, METH_VARARGS, nullptr},
                            {"from_gaps", from_gaps, METH_VARARGS, nullptr},
                            {"add_products", outer_products, METH_VARARGS, nullptr},
