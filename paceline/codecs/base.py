@@ -174,12 +174,13 @@ class CodecState(ABC, Generic[C]):
 
     def encode(self, flat: Tensor, *, step: int) -> Tensor:
         """Make the packet of a flat tensor: bytes on the CPU. ``flat`` is not changed."""
-        values = self.prepare(self._checked(flat), step=step)
+        values = self._checked(flat)
+        prepared = self.prepare(values, step=step)
         most = sum(self.most_bytes(piece) for piece in self.pieces) + 4 * sum(part.count for part in self.raw)
         packet = torch.empty(HEADER.size + most, dtype=torch.uint8)
         at = HEADER.size
         for number, piece in enumerate(self.pieces):
-            at = self.encode_piece(number, values[piece.place], packet, at, step=step)
+            at = self.encode_piece(number, prepared[piece.place], packet, at, step=step)
         for part in self.raw:
             at = put(packet, at, values[part.place])
         return seal(packet, at, self._tag, self.parts.count)
@@ -188,7 +189,7 @@ class CodecState(ABC, Generic[C]):
         """Write what a packet says to ``out``, or add it; the same bits on every machine."""
         self._check_shape(out)
         reader = Reader(unseal(packet, self._tag, self.parts.count, self.codec))
-        plain = out.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous()
+        plain = is_plain(out)
         target = out if plain else torch.zeros(out.shape)
         for number, piece in enumerate(self.pieces):
             self.decode_piece(number, reader, target[piece.place], add=add and plain)
@@ -243,6 +244,11 @@ class CodecState(ABC, Generic[C]):
                 f"codec {self.codec} wants finite values below 2^96, got NaN, infinite or larger ones; skip this step"
             )
         return values
+
+
+def is_plain(values: Tensor) -> bool:
+    """Whether kernels can work on the values where they are."""
+    return values.dtype == torch.float32 and values.device.type == "cpu" and values.is_contiguous()
 
 
 def can_be_coded(values: Tensor, limit: float = LIMIT) -> bool:

@@ -20,6 +20,16 @@ int width_of(int levels) { return 1 + std::bit_width(static_cast<unsigned>(level
 
 namespace {
 
+// The eight signs of every byte, each as the highest bit of a word.
+struct SignTable {
+  uint32_t of[256][8];
+  constexpr SignTable() : of() {
+    for (int byte = 0; byte < 256; ++byte)
+      for (int k = 0; k < 8; ++k) of[byte][k] = uint32_t(byte >> k & 1) << 31;
+  }
+};
+constexpr SignTable sign_table;
+
 namespace baseline {
 #include "loops.inc"
 }
