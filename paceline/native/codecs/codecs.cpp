@@ -50,6 +50,8 @@ struct InstructionSet {
   decltype(&baseline::largest_bits) largest_bits;
   decltype(&baseline::round_to_levels) round_to_levels;
   decltype(&baseline::values_of_levels) values_of_levels;
+  decltype(&baseline::to_fp8) to_fp8;
+  decltype(&baseline::from_fp8) from_fp8;
   decltype(&baseline::pack) pack;
   decltype(&baseline::unpack) unpack;
   decltype(&baseline::write_signs) write_signs;
@@ -61,8 +63,8 @@ struct InstructionSet {
 };
 
 #define PACELINE_LOOPS(set)                                                                                   \
-  set::sums, set::largest_bits, set::round_to_levels, set::values_of_levels, set::pack, set::unpack,          \
-      set::write_signs, set::read_signs, set::at_least, set::take_beyond, set::add_products
+  set::sums, set::largest_bits, set::round_to_levels, set::values_of_levels, set::to_fp8, set::from_fp8,      \
+      set::pack, set::unpack, set::write_signs, set::read_signs, set::at_least, set::take_beyond, set::add_products
 
 // The best one first.
 const InstructionSet instruction_sets[] = {
@@ -95,6 +97,14 @@ void round_to_levels(const float* values, size_t count, const Rounding& how, flo
 void values_of_levels(const float* norms, const uint8_t* codes, size_t count, size_t bucket, int levels, bool packed,
                       float* out, bool add) {
   loops().values_of_levels(norms, codes, count, bucket, levels, packed, out, add);
+}
+
+void to_fp8(const float* values, size_t count, size_t bucket, float* scales, uint8_t* codes) {
+  loops().to_fp8(values, count, bucket, scales, codes);
+}
+
+void from_fp8(const float* scales, const uint8_t* codes, size_t count, size_t bucket, float* out, bool add) {
+  loops().from_fp8(scales, codes, count, bucket, out, add);
 }
 
 void pack(const uint8_t* codes, size_t count, int width, uint8_t* out) { loops().pack(codes, count, width, out); }

@@ -30,6 +30,10 @@ void round_to_levels(const float* values, size_t count, const Rounding& how, flo
 void values_of_levels(const float* norms, const uint8_t* codes, size_t count, size_t bucket, int levels, bool packed,
                       float* out, bool add);
 
+// Eight-bit floating point (E4M3); each bucket is divided by a scale that makes its largest value the largest there is.
+void to_fp8(const float* values, size_t count, size_t bucket, float* scales, uint8_t* codes);
+void from_fp8(const float* scales, const uint8_t* codes, size_t count, size_t bucket, float* out, bool add);
+
 // Codes of less than 2^width, one in each byte, to and from `width` bits each.
 void pack(const uint8_t* codes, size_t count, int width, uint8_t* out);
 void unpack(const uint8_t* data, size_t count, int width, uint8_t* codes);

@@ -70,6 +70,21 @@ PyObject* from_levels(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+PyObject* values_to_fp8(PyObject*, PyObject* arguments) {
+  Address values, count, bucket, scales, codes;
+  if (!PyArg_ParseTuple(arguments, "KKKKK", &values, &count, &bucket, &scales, &codes)) return nullptr;
+  without_lock([&] { to_fp8(at<float>(values), count, bucket, at<float>(scales), at<uint8_t>(codes)); });
+  Py_RETURN_NONE;
+}
+
+PyObject* values_from_fp8(PyObject*, PyObject* arguments) {
+  Address scales, codes, count, bucket, out;
+  int add;
+  if (!PyArg_ParseTuple(arguments, "KKKKKp", &scales, &codes, &count, &bucket, &out, &add)) return nullptr;
+  without_lock([&] { from_fp8(at<float>(scales), at<uint8_t>(codes), count, bucket, at<float>(out), add); });
+  Py_RETURN_NONE;
+}
+
 PyObject* pack_codes(PyObject*, PyObject* arguments) {
   Address codes, count, out;
   int width;
@@ -181,6 +196,8 @@ PyMethodDef functions[] = {{"sums", sums_of_words, METH_VARARGS, nullptr},
                            {"largest_bits", bits_of_largest, METH_VARARGS, nullptr},
                            {"to_levels", to_levels, METH_VARARGS, nullptr},
                            {"from_levels", from_levels, METH_VARARGS, nullptr},
+                           {"to_fp8", values_to_fp8, METH_VARARGS, nullptr},
+                           {"from_fp8", values_from_fp8, METH_VARARGS, nullptr},
                            {"pack", pack_codes, METH_VARARGS, nullptr},
                            {"unpack", unpack_codes, METH_VARARGS, nullptr},
                            {"to_elias", to_elias, METH_VARARGS, nullptr},
