@@ -36,6 +36,8 @@ EVERY = {
     "power-sgd": "power-sgd(rank=1)",
 }
 POLICIES = ["sync", "k-sync(k=2)", "k-batch-async(k=2)", "ssp(bound=1)", "downpour(period=2)"]
+EXCHANGED = "easgd(period=1, alpha=0.5)"
+ALL = [*((policy, both) for policy in POLICIES for both in (False, True)), (EXCHANGED, False)]
 DATA = TensorDataset(torch.linspace(-1, 1, 48).view(24, 2))
 TARGET = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -83,8 +85,7 @@ def memory_of(client: Client) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
-@pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "both"), ALL)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_codec_trains_under_server_policies(name: str, policy: str, both: bool, where: str) -> None:
     codec = EVERY[name] if not both else EVERY[name].replace(")", ", both=true)")
@@ -95,8 +96,8 @@ def test_every_codec_trains_under_server_policies(name: str, policy: str, both: 
         cluster.run(trainees, work, address=address)
         model = cast(Quadratic, cluster.train_state.model)
         assert model.distance() < 0.5 * before
-        for trainee in trainees:  # what they have at the end is exact
-            assert torch.equal(cast(Quadratic, trainee.model).weights, model.weights) or policy == "ssp(bound=1)"
+        for trainee in trainees if policy in ("sync", "k-sync(k=2)") else ():  # what they have at the end is exact
+            assert torch.equal(cast(Quadratic, trainee.model).weights, model.weights)
 
 
 def test_the_table_has_every_codec() -> None:
@@ -230,7 +231,7 @@ def test_altered_packets_are_refused_and_counted_and_the_run_goes_on(seed: int, 
         altered = mutated(packet, source)
         bad.say(PushMessage(bad.step, bad.version, 1, 0.0, 0.0, False, 0, b"\3"), altered)
         if altered not in (packet, b""):
-            assert "packet" in bad.hear(Refused).reason
+            assert bad.hear(Refused).reason.startswith(("a packet", "wanted"))
             assert cluster.server.figures()[0]["refused"] == 1
             assert not any(parameter.any() for parameter in cluster.train_state.model.parameters())
         good.say(PushMessage(good.step, good.version, 1, 0.0, 0.0, False, 0, b"\3"), packet)
@@ -279,7 +280,9 @@ def test_another_server_refuses_an_altered_packet(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("policy", "codec", "servers", "reason"),
     [
-        ("easgd(period=1, alpha=0.5)", "cast", 1, "push their parameters"),
+        ("easgd(period=1, alpha=0.5)", "cast(both=true)", 1, "parameters of their own"),
+        ("easgd(period=1, alpha=0.5)", "top-k(momentum=0.5)", 1, "no momentum"),
+        ("async", "sign(vote=majority)", 1, "by its aggregator"),
         ("draco(faulty=1)", "cast", 1, "the same bits"),
         ("gradient-coding(stragglers=1)", "top-k", 1, "change its weight"),
         ("async", "top-k(momentum=0.9, both=true)", 1, "no momentum"),

@@ -437,16 +437,21 @@ CODECS = [  # so that something of the small model is coded, and something waits
 ]
 BOTH = ["cast(both=true)", "qsgd(levels=3, bucket=8, raw_below=0, both=true)", "top-k(density=0.3, both=true)"]
 CODED = ["sync", "k-sync(k=2)", "k-batch-sync(k=2)", "k-batch-async(k=2)", "downpour(period=2)"]
+EXCHANGED = ["easgd(period=2, alpha=0.4)", IN_TURN]
 
 
-@pytest.mark.parametrize("codec", [*CODECS, *BOTH])
-@pytest.mark.parametrize("text", CODED)
+COMBINED = [
+    *((policy, codec) for policy in CODED for codec in [*CODECS, *BOTH]),
+    *((policy, codec) for policy in EXCHANGED for codec in CODECS if "momentum" not in codec),
+]
+
+
+@pytest.mark.parametrize(("text", "codec"), COMBINED)
 def test_all_codecs_come_to_the_same_bits_under_all_who_drive(text: str, codec: str) -> None:
     policy = parse_policy(text)
     assert isinstance(policy, ServerPolicy)
-    norm = text == "sync"
-    case = Case(policy=policy, problem=make_problem(norm=norm), times=[3, 1, 4, 1, 5, 2], ends=False, codec=codec)
-    assert_all_the_same(case)
+    problem = make_problem(norm=text in ("sync", IN_TURN))
+    assert_all_the_same(Case(policy=policy, problem=problem, times=[3, 1, 4, 1, 5, 2], ends=False, codec=codec))
 
 
 def test_the_law_has_every_codec() -> None:

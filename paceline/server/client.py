@@ -185,9 +185,8 @@ class Client:
         if not welcome.codec:
             return None
         layouts = layouts_of(self._model, welcome.coded_parts, with_reads=welcome.with_reads)
-        return PushCoding(
-            parse_codec(welcome.codec), layouts, seed=welcome.seed, rank=welcome.rank, since=welcome.version
-        )
+        codec, kind = parse_codec(welcome.codec), PushKind(welcome.kind)
+        return PushCoding(codec, layouts, kind, seed=welcome.seed, rank=welcome.rank, since=welcome.version)
 
     def _meet_others(self, welcome: wire.Welcome) -> None:
         if self._others is not None:
@@ -377,7 +376,7 @@ class Client:
             sent = [part.pieces(packet) for part, packet in zip(self._coding.parts, packets, strict=True)]
             if self._others is not None:
                 self._others.push_packets(self._step, sent[1:])
-            return sent[0], Filled(self._coding.used(packets), finite=False, checksum=0)
+            return sent[0], Filled(self._coding.used(), finite=False, checksum=0)
         if self._coding is not None:
             self._coding.code()
         tensors = None

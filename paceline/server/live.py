@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from paceline.codecs import Codec
 from paceline.errors import PacelineError, UsageError, WireError
@@ -122,7 +123,7 @@ class LiveServer:
         with_reads = self._rule.with_reads
         self._layouts = ModelLayouts(train_state.model, with_reads=with_reads) if shards is None else shards.layouts
         self._num_trained = len(self._layouts.trained) if shards is None else shards.num_trained
-        self._coded = None if codec is None else CodedPart(codec, self._layouts)
+        self._coded = None if codec is None else CodedPart(codec, self._layouts, policy.kind)
         self._up_bytes = self._layouts.up.nbytes if shards is None else shards.up_bytes
         self._down_bytes = self._layouts.down.nbytes if shards is None else shards.down_bytes
         self._workers, self._patience = workers, patience
@@ -233,6 +234,7 @@ class LiveServer:
             logger.warning("refused %s: %s", who, reason)
             peer.send(wire.Refused(reason))
             if member is not None:
+                member.figures.refused += 1
                 self._leave(member)
         self._settle()
 
@@ -391,9 +393,9 @@ class LiveServer:
         member.figures.bytes_in += self._up_bytes
         loss = None if math.isnan(message.loss) else message.loss
         push = decided.Push(member.rank, member.life, message.step, message.version, message.examples, loss)
-        checksum = 0
+        checksum, decoded = 0, None
         if message.step == member.step:
-            self._unpack(member)
+            decoded = self._unpack(member)
             amiss, checksum = self._examine(member, message)
             if amiss is not None:
                 self._trace(traced.NotFinite(member.rank, message.step, message.version))
@@ -409,6 +411,7 @@ class LiveServer:
             return
         self._queue.push(member.rank, message.step)
         member.exchanges = member.taken = message.step
+        member.last = decoded
         member.figures.pushes += 1
         member.figures.examples += message.examples
         member.figures.computing_seconds += message.seconds
@@ -431,14 +434,12 @@ class LiveServer:
         if self._shards is not None and not alone:
             self._shards.settle()
 
-    def _unpack(self, member: Member) -> None:
-        """Have a push in its memory, if it came as a packet."""
-        if self._coded is not None and member.packets is not None:
-            try:
-                self._coded.unpack(member.packets[: member.peer.came], member.gradients)
-            except WireError:
-                member.figures.refused += 1
-                raise
+    def _unpack(self, member: Member) -> Tensor | None:
+        """Have a push in its memory, if it came as a packet; return what the next one is the difference to, if any."""
+        if self._coded is None or member.packets is None:
+            return None
+        self._coded.unpack(member.packets[: member.peer.came], member.gradients, member.last)
+        return self._coded.decoded()
 
     def _examine(self, member: Member, push: wire.PushMessage) -> tuple[str | None, int]:
         """Name what is not finite in a push, if anything, and return its checksum; every server checks its own part.

@@ -22,7 +22,7 @@ class Figures:
     pushes: int = 0  # accepted
     cancelled: int = 0
     dropped: int = 0  # late
-    refused: int = 0  # not finite, or packets that cannot be decoded
+    refused: int = 0  # not finite, or messages and packets that cannot be
     examples: int = 0
     staleness: int = 0  # sum over its committed pushes
     computing_seconds: float = 0.0  # of its pushes, as the worker measured
@@ -74,6 +74,7 @@ class Member:
     peer: Peer
     gradients: Arena  # the memory of its pushes
     packets: Tensor | None  # where its pushes are received, if they go through a codec
+    last: Tensor | None = None  # the parameters of its last push that was taken, if those go through a codec
     behind: Behind | None  # what it has of the parameters, if these go through a codec
     local: bool  # whether it shares the server's memory
     figures: Figures

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from paceline.aggregators import parse_aggregator
 from paceline.codecs import parse_codec
@@ -40,6 +41,8 @@ class _Part:
     def __init__(self, peer: Peer, laid: Arena, coded: CodedPart | None) -> None:
         self.peer, self.laid, self._coded = peer, laid, coded
         self.step = -1
+        self._last: Tensor | None = None  # what the part is the difference to, if any
+        self._decoded: Tensor | None = None  # and the next one
         self._packet = laid.memory if coded is None else torch.empty(coded.most_bytes, dtype=torch.uint8)
         peer.tensors = Pieces(memory_of(self._packet), at_most=coded is not None)
 
@@ -47,8 +50,13 @@ class _Part:
         """Have the part of a step that has come; raise WireError if it is a packet that cannot be decoded."""
         self.step = -1
         if self._coded is not None:
-            self._coded.unpack(self._packet[: self.peer.came], self.laid)
+            self._coded.unpack(self._packet[: self.peer.came], self.laid, self._last)
+            self._decoded = self._coded.decoded()
         self.step = step
+
+    def taken(self) -> None:
+        """The part is of a push that was taken."""
+        self._last = self._decoded
 
 
 class ShardServer:
@@ -178,6 +186,8 @@ class ShardServer:
             case wire.Take():
                 assert self._store is not None
                 part, key = self._part_of(order.rank, shared=order.shared), PushKey(order.rank, order.step)
+                if not order.shared:
+                    self._parts[order.rank].taken()
                 self._store.take(key, part, examples=order.examples, used=order.used, alone=order.alone)
             case wire.Choose():
                 self._shares.append(Share(PushKey(order.rank, order.step), order.weight))
@@ -209,7 +219,7 @@ class ShardServer:
         self._train_state = rule.remembering(self._train_state)
         model, servers = self._train_state.model, self._servers
         self._layouts = layouts_of(model, servers, with_reads=rule.with_reads)[self._shard]
-        self._coded = None if codec is None else CodedPart(codec, self._layouts)
+        self._coded = None if codec is None else CodedPart(codec, self._layouts, kind)
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._file, down=down, up=up, slots=order.workers)
         self._memory.version = order.version

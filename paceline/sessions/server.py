@@ -109,9 +109,7 @@ class ServerRun:
 
     def _tell_of_codec(self) -> None:
         if self._rule.codec_remembers:
-            logger.warning(
-                "version %d: what codec %s had kept back is lost", self.steps, self._rule.codec
-            )
+            logger.warning("version %d: what codec %s had kept back is lost", self.steps, self._rule.codec)
 
     def stand_at(self, position: Position) -> None:
         """Count on from there."""

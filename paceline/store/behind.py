@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.codecs import Codec, Parts
 from paceline.errors import NonFiniteInputError, WireError
 from paceline.seeding import derive_seed
-from paceline.store.coding import most_bytes
+from paceline.store.coding import empty_residual, most_bytes
 from paceline.store.layout import Layout, ModelLayouts, memory_of
 from paceline.transport.pieces import Pieces
 
@@ -49,8 +49,7 @@ class Behind:
             return None
         self._copy_trained(views, self._difference)
         self._difference.sub_(self._has)
-        if "residual" in self._state.memory:
-            self._state.memory["residual"].zero_()
+        empty_residual(self._state)
         try:
             packet = self._state.encode(self._difference, step=version)
         except NonFiniteInputError:

@@ -67,16 +67,20 @@ def _memory_of(codec: Codec) -> dict[str, Tensor]:
 
 def _check_codec(codec: Codec, policy: ServerPolicy, aggregator: Aggregator, servers: int) -> None:
     memory = _memory_of(codec)
-    if codec.both and "momentum" in memory:
-        raise codec.mistake("both=true sends changes of parameters, which have no momentum; use momentum=0")
+    own = policy.kind is PushKind.PARAMETERS
+    if (codec.both or own) and "momentum" in memory:
+        what = "both=true sends" if codec.both else f"under {policy} workers push"
+        raise codec.mistake(f"{what} changes of parameters, which have no momentum; use momentum=0")
+    if getattr(codec, "vote", "none") != "none":
+        raise codec.mistake(f"under {policy} the server combines pushes, by its aggregator; use vote=none")
     if codec.both and servers > 1:
         raise codec.mistake(f"both=true is for one server, which knows what each worker has; there are {servers}")
     reason = None
-    if policy.kind is PushKind.PARAMETERS:
-        reason = "workers push their parameters, and a codec is for gradients and differences"
+    if own and codec.both:
+        reason = "workers have parameters of their own and are sent no others; use both=false"
     elif aggregator.whole:
         reason = "the workers of a group must push the same bits, and each has a codec of its own"
     elif policy.coded and memory:
         reason = "a commit weighs each push otherwise, so what a codec keeps for the next push would change its weight"
     if reason is not None:
-        raise UsageError(f"codec {codec} cannot be used under {policy}: {reason}; leave it out")
+        raise UsageError(f"codec {codec} cannot be used under {policy}: {reason}")

@@ -48,7 +48,8 @@ class ReplayWorker:
         self._config, self._problem, self._batches = config, problem, batches
         self._model, self._local = model, local
         self._parts = PartSum(model) if rule.coded else None
-        self._codec, self._coding = rule.codec, dict[int, PushCoding]()  # by rank
+        self._kind, self._codec = rule.kind, rule.codec
+        self._coding: dict[int, PushCoding] = {}  # by rank
         self._coded_parts = layouts_of(model, servers, with_reads=rule.with_reads)
         self._joined: dict[int, int] = {}  # by rank: how often it had joined before its last step
         self._layouts = ModelLayouts(self._model, with_reads=rule.with_reads)
@@ -105,7 +106,9 @@ class ReplayWorker:
                 self._local.forget()
             if self._codec is not None:
                 seed = self._batches.sampler.seed
-                self._coding[rank] = PushCoding(self._codec, self._coded_parts, seed=seed, rank=rank, since=push.since)
+                self._coding[rank] = PushCoding(
+                    self._codec, self._coded_parts, self._kind, seed=seed, rank=rank, since=push.since
+                )
         self._joined[rank] = push.joined
 
     def _add_gradients(self, data: list[Tensor], rank: int) -> float:

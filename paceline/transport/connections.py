@@ -219,7 +219,8 @@ class Connection:
             self._message, self._targets = Received(head, room), room.stretches
         else:
             self._unwanted = tensors
-            wanted = "no tensors" if into is None else f"{into.nbytes} bytes of tensors"
+            most = "at most " if into is not None and into.at_most else ""
+            wanted = "no tensors" if into is None else f"{most}{into.nbytes} bytes of tensors"
             raise WireError(f"wanted {wanted}, found {tensors} announced")
 
     def _read(self) -> bool:

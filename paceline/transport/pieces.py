@@ -13,13 +13,13 @@ class Pieces:
 
     def __init__(self, *stretches: memoryview, at_most: bool = False) -> None:
         self.stretches = [stretch for stretch in stretches if len(stretch)]
-        self.nbytes, self._at_most = sum(map(len, self.stretches)), at_most
+        self.nbytes, self.at_most = sum(map(len, self.stretches)), at_most
 
     def room_for(self, nbytes: int) -> Pieces | None:
         """Where so many bytes are received, or None if they are too many or too few."""
         if nbytes == self.nbytes:
             return self
-        return Pieces(*first(self.stretches, nbytes)) if self._at_most and nbytes < self.nbytes else None
+        return Pieces(*first(self.stretches, nbytes)) if self.at_most and nbytes < self.nbytes else None
 
     def copied(self) -> Pieces:
         """Copy the bytes, before their memory changes."""

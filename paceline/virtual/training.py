@@ -70,7 +70,7 @@ class GradientWork:
             raise UsageError(f"under {policy} workers make their own steps, for which no schedule is simulated")
         self._parts = PartSum(self._replica) if rule.coded else None
         self._coding = [
-            PushCoding(rule.codec, [self._replicas], seed=scenario.seed, rank=worker)
+            PushCoding(rule.codec, [self._replicas], rule.kind, seed=scenario.seed, rank=worker)
             for worker in range(scenario.workers)
             if rule.codec is not None
         ]
