@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from led_by_hand import Hand, cluster_of_hands
 from live import TOKEN, Cluster, Weights, weights_state
+from quick import in_turn
 from sharded import ShardedCluster
 from test_wire import mutated
 from torch import Tensor, nn
@@ -37,7 +38,10 @@ EVERY = {
 }
 POLICIES = ["sync", "k-sync(k=2)", "k-batch-async(k=2)", "ssp(bound=1)", "downpour(period=2)"]
 EXCHANGED = "easgd(period=1, alpha=0.5)"
-ALL = [*((policy, both) for policy in POLICIES for both in (False, True)), (EXCHANGED, False)]
+ALL = [
+    *((name, policy, both) for name in EVERY for policy in POLICIES for both in (False, True)),
+    *((name, EXCHANGED, False) for name in EVERY),
+]
 DATA = TensorDataset(torch.linspace(-1, 1, 48).view(24, 2))
 TARGET = torch.linspace(-1, 1, 24).view(4, 6)
 
@@ -84,10 +88,9 @@ def memory_of(client: Client) -> list[Tensor]:
     return [tensor for part in client._coding.parts for tensor in part.state.memory.values()]
 
 
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-@pytest.mark.parametrize(("policy", "both"), ALL)
-@pytest.mark.parametrize("name", EVERY)
-def test_every_codec_trains_under_server_policies(name: str, policy: str, both: bool, where: str) -> None:
+@pytest.mark.parametrize(("case", "where"), in_turn(ALL, ["here", "elsewhere"]))
+def test_every_codec_trains_under_server_policies(case: tuple[str, str, bool], where: str) -> None:
+    name, policy, both = case
     codec = EVERY[name] if not both else EVERY[name].replace(")", ", both=true)")
     with Cluster(policy, quadratic_state(), workers=2, codec=codec) as cluster:
         before = cast(Quadratic, cluster.train_state.model).distance()

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed import Listed, Turn
 from live import TOKEN
+from quick import in_turn
 from same_bits import assert_same
 from sharded import ShardedCluster
 from torch import Tensor, nn
@@ -441,13 +442,13 @@ EXCHANGED = ["easgd(period=2, alpha=0.4)", IN_TURN]
 
 
 COMBINED = [
-    *((policy, codec) for policy in CODED for codec in [*CODECS, *BOTH]),
-    *((policy, codec) for policy in EXCHANGED for codec in CODECS if "momentum" not in codec),
+    *in_turn([*CODECS, *BOTH], CODED),
+    *in_turn([codec for codec in CODECS if "momentum" not in codec], EXCHANGED),
 ]
 
 
-@pytest.mark.parametrize(("text", "codec"), COMBINED)
-def test_all_codecs_come_to_the_same_bits_under_all_who_drive(text: str, codec: str) -> None:
+@pytest.mark.parametrize(("codec", "text"), COMBINED)
+def test_all_codecs_come_to_the_same_bits_under_all_who_drive(codec: str, text: str) -> None:
     policy = parse_policy(text)
     assert isinstance(policy, ServerPolicy)
     problem = make_problem(norm=text in ("sync", IN_TURN))

@@ -232,9 +232,10 @@ class LiveServer:
             who = "a peer" if member is None else f"worker {member.rank}"
             reason = str(error)[:_LONGEST_REASON]
             logger.warning("refused %s: %s", who, reason)
-            peer.send(wire.Refused(reason))
             if member is not None:
                 member.figures.refused += 1
+            peer.send(wire.Refused(reason))
+            if member is not None:
                 self._leave(member)
         self._settle()
 
