@@ -232,11 +232,10 @@ def test_with_a_codec_messages_cost_the_bytes_of_their_packets() -> None:
     state = parse_codec("sign").new_state(Parts.one(4096), seed=0)
     packet = state.encode(torch.randn(4096), step=0).numel()
     assert packet < 4 * 4096 / 25
-    sent = plain.bytes_in / (4 * 4096)
-    assert up.bytes_in % packet == 0 and up.bytes_in / packet == pytest.approx(sent, rel=0.2)
+    assert up.bytes_in % packet == 0 and 40 <= up.bytes_in / packet <= 60, "two of three are committed"
     assert up.bytes_out % (4 * 4096) == 0
     assert (both.bytes_out - 3 * 4 * 4096) % packet == 0, "all parameters, once for each worker"
-    assert plain.seconds > 1.5 * up.seconds > 2 * both.seconds
+    assert plain.seconds > 1.2 * up.seconds > 2 * both.seconds
 
 
 def test_what_is_known_in_the_middle() -> None:
