@@ -153,6 +153,10 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def orthonormal(p: Tensor) -> Tensor:
     """The rows made orthonormal by Gram and Schmidt, with sums in an order that every machine follows."""
+    if kernels.native is not None:
+        p = p.clone(memory_format=torch.contiguous_format)
+        kernels.native.make_orthonormal(p.data_ptr(), *p.shape)
+        return p
     rows = p.double().contiguous()
     for number, row in enumerate(rows):
         size = exact_sqrt(halving_sum(row.square().unsqueeze(0)))

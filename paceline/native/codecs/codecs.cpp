@@ -58,13 +58,15 @@ struct InstructionSet {
   decltype(&baseline::read_signs) read_signs;
   decltype(&baseline::at_least) at_least;
   decltype(&baseline::take_beyond) take_beyond;
+  decltype(&baseline::make_orthonormal) make_orthonormal;
   decltype(&baseline::add_products) add_products;
   bool is_here;
 };
 
-#define PACELINE_LOOPS(set)                                                                                   \
-  set::sums, set::largest_bits, set::round_to_levels, set::values_of_levels, set::to_fp8, set::from_fp8,      \
-      set::pack, set::unpack, set::write_signs, set::read_signs, set::at_least, set::take_beyond, set::add_products
+#define PACELINE_LOOPS(set)                                                                              \
+  set::sums, set::largest_bits, set::round_to_levels, set::values_of_levels, set::to_fp8, set::from_fp8, \
+      set::pack, set::unpack, set::write_signs, set::read_signs, set::at_least, set::take_beyond,        \
+      set::make_orthonormal, set::add_products
 
 // The best one first.
 const InstructionSet instruction_sets[] = {
@@ -126,6 +128,8 @@ size_t at_least(const float* values, size_t count, float least, int32_t* indices
 size_t take_beyond(const float* values, float* residual, size_t count, float tau, uint32_t* words) {
   return loops().take_beyond(values, residual, count, tau, words);
 }
+
+void make_orthonormal(float* p, size_t rank, size_t count) { loops().make_orthonormal(p, rank, count); }
 
 void add_products(const float* p, const float* q, size_t rows, size_t columns, size_t rank, float* out, bool add) {
   loops().add_products(p, q, rows, columns, rank, out, add);

@@ -62,6 +62,9 @@ size_t write_gaps(const int64_t* indices, const int64_t* bits, size_t count, int
 bool read_gaps(const uint8_t* low, const uint8_t* unary, size_t bytes, size_t count, int shift, size_t total,
                int64_t* indices, int64_t* bits);
 
+// The rows made orthonormal by Gram and Schmidt, in double precision.
+void make_orthonormal(float* p, size_t rank, size_t count);
+
 // out = or += the sum over all rows of p and q of their outer products, from the first row to the last.
 void add_products(const float* p, const float* q, size_t rows, size_t columns, size_t rank, float* out, bool add);
 

@@ -176,6 +176,13 @@ PyObject* from_gaps(PyObject*, PyObject* arguments) {
   }));
 }
 
+PyObject* orthonormal_rows(PyObject*, PyObject* arguments) {
+  Address p, rank, count;
+  if (!PyArg_ParseTuple(arguments, "KKK", &p, &rank, &count)) return nullptr;
+  without_lock([&] { make_orthonormal(at<float>(p), rank, count); });
+  Py_RETURN_NONE;
+}
+
 PyObject* outer_products(PyObject*, PyObject* arguments) {
   Address p, q, rows, columns, rank, out;
   int add;
@@ -209,6 +216,7 @@ PyMethodDef functions[] = {{"sums", sums_of_words, METH_VARARGS, nullptr},
                            {"add_at", add_at_indices, METH_VARARGS, nullptr},
                            {"to_gaps", to_gaps, METH_VARARGS, nullptr},
                            {"from_gaps", from_gaps, METH_VARARGS, nullptr},
+                           {"make_orthonormal", orthonormal_rows, METH_VARARGS, nullptr},
                            {"add_products", outer_products, METH_VARARGS, nullptr},
                            {"instruction_set", chosen_instruction_set, METH_NOARGS, nullptr},
                            {"choose_instruction_set", choose_set, METH_VARARGS, nullptr},
