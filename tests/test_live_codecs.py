@@ -69,14 +69,14 @@ def quadratic_state(rate: float = 0.1) -> TrainState:
 def work(session: WorkerSession, train_state: TrainState) -> dict[int, list[Tensor]]:
     """Train, and give the gradients of all steps that were pushed."""
     pushed: dict[int, list[Tensor]] = {}
-    encode = session._client._coding.encode  # type: ignore[union-attr]
+    encode = session._client._packing.encode  # type: ignore[union-attr]
 
     def noting() -> list[Tensor]:
         gradients = [cast(Tensor, parameter.grad).clone() for parameter in train_state.model.parameters()]
         pushed[session._client._step] = gradients
         return encode()
 
-    session._client._coding.encode = noting  # type: ignore[union-attr, method-assign]
+    session._client._packing.encode = noting  # type: ignore[union-attr, method-assign]
     for (inputs,) in session.batches(DATA, batch_size=2, epochs=6):
         with session.step():
             train_state.model(inputs).backward()
@@ -84,8 +84,8 @@ def work(session: WorkerSession, train_state: TrainState) -> dict[int, list[Tens
 
 
 def memory_of(client: Client) -> list[Tensor]:
-    assert client._coding is not None
-    return [tensor for part in client._coding.parts for tensor in part.state.memory.values()]
+    assert client._packing is not None
+    return [tensor for part in client._packing.parts for tensor in part.state.memory.values()]
 
 
 @pytest.mark.parametrize(("case", "where"), in_turn(ALL, ["here", "elsewhere"]))
@@ -114,7 +114,7 @@ def test_applied_and_residuals_are_the_sum_of_all_gradients(codec: str) -> None:
         trainee = quadratic_state()
         with cluster.session(trainee, 0) as session:
             pushed = work(session, trainee)
-            residual = session._client._coding.parts[0].state.memory["residual"]  # type: ignore[union-attr]
+            residual = session._client._packing.parts[0].state.memory["residual"]  # type: ignore[union-attr]
         total = torch.stack([torch.cat([each.flatten() for each in one]) for one in pushed.values()]).sum(0)
         model = cast(Quadratic, cluster.train_state.model)
         applied = -torch.cat([parameter.detach().flatten() for parameter in model.parameters()]) / 0.1
@@ -225,7 +225,7 @@ def test_altered_packets_are_refused_and_counted_and_the_run_goes_on(seed: int, 
     codec = EVERY[name]
     with Cluster("async", weights_state(40, 3), workers=2, codec=codec) as cluster:
         bad, good = (Hand(cluster, rank, model=Weights(40, 3)) for rank in range(2))
-        part = cluster.server._coded
+        part = cluster.server._packing
         assert part is not None
         state = parse_codec(codec).new_state(part.state.parts, seed=0)
         packet = bytes(state.encode(torch.linspace(-1, 1, 43), step=0).numpy())
@@ -268,9 +268,9 @@ def test_another_server_refuses_an_altered_packet(monkeypatch: pytest.MonkeyPatc
         client.next_step(-1)
         for parameter in model.parameters():
             parameter.grad = torch.ones(8)
-        assert client._coding is not None
-        encode = client._coding.encode
-        monkeypatch.setattr(client._coding, "encode", lambda: [packet + (n == 1) for n, packet in enumerate(encode())])
+        assert client._packing is not None
+        encode = client._packing.encode
+        monkeypatch.setattr(client._packing, "encode", lambda: [packet + (n == 1) for n, packet in enumerate(encode())])
         with pytest.raises(CommError, match="packet"):
             client.push(examples=1, loss=None, seconds=0.0)
         assert cluster.value == 0.0
@@ -340,6 +340,30 @@ def test_bytes_are_counted_at_the_socket(codec: str | None, most_in: int, most_o
     assert figures["bytes_in"] >= 1_000_000 and figures["bytes_out"] >= 1_200_000, "before the codec"
 
 
+def test_bytes_at_other_servers_are_counted_too() -> None:
+    def make() -> TrainState:
+        return weights_state(50_000, 50_000)
+
+    with ShardedCluster("async", make, servers=2, workers=1, codec="sign") as cluster:
+        client = cluster.client(Weights(50_000, 50_000), 0)
+        for _ in range(2):  # it comes back over other connections
+            client.ask(-1)
+            client.next_step(-1)
+            for parameter in client._model.parameters():
+                parameter.grad = torch.ones(50_000)
+            client.push(examples=1, loss=None, seconds=0.0)
+            client.next_step(-1)
+            cast(Any, client._connection).give_up()
+            client.next_step(-1)
+        client.leave(failed=False)
+        cluster.wait_for_end()
+        before = dict(cluster.server.figures()[0])
+        cluster.server.count_bytes_of_others()
+        after = cluster.server.figures()[0]
+        assert 2 * 6_000 < after["received"] - before["received"] < 2 * 7_000
+        assert 6 * 200_000 < after["sent"] - before["sent"] < 7 * 200_000
+
+
 def test_encrypted_bytes_are_counted_as_they_are_sent() -> None:
     with ShardedCluster("async", large_state, servers=1, sealed=True, workers=1) as cluster:
         figures = push_some(cluster, address=cluster.tcp_address)
@@ -359,6 +383,6 @@ def test_who_has_not_taken_what_was_sent_is_sent_all_parameters() -> None:
                 parameter.grad = torch.ones(count)
             quick.push(examples=1, loss=None, seconds=0.0)
         quick.next_step(-1)
-        assert [(go.version, go.coded) for go in (slow.go(), slow.go())] == [(0, False), (3, False)]
+        assert [(go.version, go.packet) for go in (slow.go(), slow.go())] == [(0, False), (3, False)]
         assert slow.value == cluster.value == -3.0
         quick.close()

@@ -81,7 +81,7 @@ class Given(NamedTuple):
     batch: int
     more: int = 0  # batches that follow in any case
     weight: float = 1.0  # of the batch, in a sum
-    coded: bool = False  # a packet was sent in place of the parameters
+    packet: bool = False  # a packet was sent in place of the parameters
 
 
 class GivenMore(NamedTuple):

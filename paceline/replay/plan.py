@@ -54,7 +54,7 @@ class RecordedSend(NamedTuple):
     rank: int
     joined: int  # how often it had joined
     step: int  # -1: there were no more batches
-    coded: bool  # a packet was sent in their place
+    packet: bool  # a packet was sent in their place
 
 
 class RecordedCommit(NamedTuple):
@@ -124,7 +124,7 @@ class _Reading:
                     self.given[record.rank] = record
                     self.batches[record.rank] = [RecordedBatch(record.epoch, record.batch, record.weight)]
                     if record.fresh:
-                        self._send(record.rank, record.version, record.step, coded=record.coded)
+                        self._send(record.rank, record.version, record.step, packet=record.packet)
                 case Finished():
                     self._send(record.rank, record.version)
                 case GivenMore() if record.batch >= 0:
@@ -166,8 +166,8 @@ class _Reading:
         self.batches.pop(rank, None)
         self.versions.pop(rank, None)
 
-    def _send(self, rank: int, version: int, step: int = -1, *, coded: bool = False) -> None:
-        self.plan.sends[version].append(RecordedSend(rank, self.joined[rank], step, coded))
+    def _send(self, rank: int, version: int, step: int = -1, *, packet: bool = False) -> None:
+        self.plan.sends[version].append(RecordedSend(rank, self.joined[rank], step, packet))
 
     def _take(self, record: Pushed) -> None:
         rank, step, version = record.rank, record.step, record.version

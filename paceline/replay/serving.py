@@ -290,7 +290,7 @@ class ReplayServer:
                 coded=self._policy.coded,
                 local_momentum=self._policy.local_momentum,
                 codec="" if self._rule.codec is None else str(self._rule.codec),
-                coded_parts=self._about.get("servers", 1),
+                packet_parts=self._about.get("servers", 1),
                 packets=False,
             )
         )
@@ -303,7 +303,7 @@ class ReplayServer:
         """
         worker = self._workers[record.rank]
         worker.computes = not (read.lost or read.doomed)
-        has = self._has_after(worker, coded=record.coded) if record.fresh else None
+        has = self._has_after(worker, packet=record.packet) if record.fresh else None
         if read.lost:
             return  # the worker died before it sent any result
         at = max(record.version, read.version)
@@ -334,14 +334,14 @@ class ReplayServer:
         worker.planned.append(message)
         self._send_due(worker)
 
-    def _has_after(self, worker: _Worker, *, coded: bool) -> Tensor | None:
+    def _has_after(self, worker: _Worker, *, packet: bool) -> Tensor | None:
         """What a worker has after it was sent a packet or all parameters, if these go through a codec."""
         if worker.behind is None:
             return None
         memory = self._memory.clone()
         views = self._layouts.down.views(memory)
-        has_packet = coded and worker.behind.encode(views, version=self._version) is not None
-        if not has_packet:
+        sent = packet and worker.behind.encode(views, version=self._version) is not None
+        if not sent:
             worker.behind.take_all(views)
         worker.behind.write(views)
         return memory
@@ -355,7 +355,7 @@ class ReplayServer:
 
     def _finish(self, record: traced.Finished, read: Read) -> None:
         worker, at = self._workers[record.rank], max(record.version, read.version)
-        self._has_after(worker, coded=False)
+        self._has_after(worker, packet=False)
         finished = wire.Finished(at, worker.ask, worker.taken)
         message = _Planned(at, read.pushes, lambda: worker.peer.send(finished, memory_of(self._memory)))
         worker.planned.append(message)

@@ -20,11 +20,11 @@ from paceline.policies.messages import PushKind
 from paceline.server.cancellation import StepCancelled
 from paceline.server.parts import ConnectionLost, OtherParts
 from paceline.store.behind import Behind
-from paceline.store.coding import PushCoding
 from paceline.store.gathering import Filled, fill_push, read_parameters
 from paceline.store.in_place import Gradients, Parameters
 from paceline.store.layout import Arena, ModelLayouts, memory_of
 from paceline.store.memory import Copied, SharedMemory, is_over
+from paceline.store.packets import PushPackets
 from paceline.store.partition import layouts_of
 from paceline.transport import messages as wire
 from paceline.transport.calling import prove
@@ -82,7 +82,7 @@ class Client:
         self._address, self._token, self._sealed = address, token, sealed
         self._memory_file, self._shard_memories = memory, shard_memories
         self._shares = memory is not None  # pushes and parameters go through it
-        self._coding: PushCoding | None = None
+        self._packing: PushPackets | None = None
         self._behind: Behind | None = None  # if parameters come as packets
         self._others: OtherParts | None = None  # the parts of the parameters that other servers hold
         self._connection: Connection | None = None
@@ -160,8 +160,8 @@ class Client:
             self._send(self._data)
 
     def _make_room(self, welcome: wire.Welcome) -> None:
-        self._coding = self._make_coding(welcome)
-        self._shares = self._memory_file is not None and self._coding is None
+        self._packing = self._make_packing(welcome)
+        self._shares = self._memory_file is not None and self._packing is None
         if welcome.shards:
             self._meet_others(welcome)
         elif welcome.with_reads != bool(self._layouts.reads):
@@ -170,8 +170,8 @@ class Client:
             self._gradients, self._parameters = Gradients(self._layouts), Parameters(self._layouts)
             self._into = self._came = self._aside = self._parameters.aside
             self._behind = None
-            if self._coding is not None and self._coding.codec.both and welcome.packets:
-                self._behind = Behind(self._coding.codec, self._layouts)
+            if self._packing is not None and self._packing.codec.both and welcome.packets:
+                self._behind = Behind(self._packing.codec, self._layouts)
                 self._packet = torch.empty(self._behind.most_bytes, dtype=torch.uint8)
                 self._into = self._aside = Pieces(memory_of(self._packet), at_most=True)
             return
@@ -180,13 +180,13 @@ class Client:
         self._room = Arena(self._layouts.up, self._memory.slot(self.rank))
         self._parameter_views = self._layouts.down.views(self._memory.down)
 
-    def _make_coding(self, welcome: wire.Welcome) -> PushCoding | None:
+    def _make_packing(self, welcome: wire.Welcome) -> PushPackets | None:
         """A codec that remembers nothing yet, as this worker is a new incarnation."""
         if not welcome.codec:
             return None
-        layouts = layouts_of(self._model, welcome.coded_parts, with_reads=welcome.with_reads)
+        layouts = layouts_of(self._model, welcome.packet_parts, with_reads=welcome.with_reads)
         codec, kind = parse_codec(welcome.codec), PushKind(welcome.kind)
-        return PushCoding(codec, layouts, kind, seed=welcome.seed, rank=welcome.rank, since=welcome.version)
+        return PushPackets(codec, layouts, kind, seed=welcome.seed, rank=welcome.rank, since=welcome.version)
 
     def _meet_others(self, welcome: wire.Welcome) -> None:
         if self._others is not None:
@@ -247,8 +247,8 @@ class Client:
             except _JoinedAgain:
                 continue
             self._later, self.differences = None, None
-            if self._coding is not None:
-                self._coding.answered(taken=answer.taken == self._pushed)
+            if self._packing is not None:
+                self._packing.answered(taken=answer.taken == self._pushed)
             if isinstance(answer, wire.Go) and not answer.fresh:
                 break
             exchanged = answer.exchanged if isinstance(answer, wire.Go) else -1
@@ -371,14 +371,14 @@ class Client:
 
     def _fill(self) -> tuple[Pieces | None, Filled]:
         """Have a push where the first server reads it, or as the bytes to send; all other servers have their parts."""
-        if self._coding is not None and self.welcome.packets:
-            packets = self._coding.encode()
-            sent = [part.pieces(packet) for part, packet in zip(self._coding.parts, packets, strict=True)]
+        if self._packing is not None and self.welcome.packets:
+            packets = self._packing.encode()
+            sent = [part.pieces(packet) for part, packet in zip(self._packing.parts, packets, strict=True)]
             if self._others is not None:
                 self._others.push_packets(self._step, sent[1:])
-            return sent[0], Filled(self._coding.used(), finite=False, checksum=0)
-        if self._coding is not None:
-            self._coding.code()
+            return sent[0], Filled(self._packing.used(), finite=False, checksum=0)
+        if self._packing is not None:
+            self._packing.code()
         tensors = None
         if self._shares:
             filled = fill_push(self._layouts, self._room)
@@ -493,7 +493,7 @@ class Client:
         """Have aside what came in place of parameters, or all of them; every packet counts, also of no step of ours."""
         assert self._behind is not None
         came, views = self._packet[:nbytes], self._parameters.views
-        if isinstance(message, wire.Go) and message.coded:
+        if isinstance(message, wire.Go) and message.packet:
             self._behind.unpack(came, views)
         elif nbytes == self._layouts.down.nbytes:
             self._parameters.memory.copy_(came)

@@ -36,13 +36,13 @@ from paceline.server.members import Figures, GivenBatch, Member, Standing
 from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
 from paceline.store.behind import Behind
-from paceline.store.coding import CodedPart
 from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
 from paceline.store.in_place import with_differences
 from paceline.store.layout import Arena, ModelLayouts, memory_of
 from paceline.store.memory import HEAD, SharedMemory
+from paceline.store.packets import PartPackets
 from paceline.store.parameter_store import ParameterStore
 from paceline.store.pending import PushKey, Share, shares_of
 from paceline.train_state import TrainState
@@ -123,7 +123,7 @@ class LiveServer:
         with_reads = self._rule.with_reads
         self._layouts = ModelLayouts(train_state.model, with_reads=with_reads) if shards is None else shards.layouts
         self._num_trained = len(self._layouts.trained) if shards is None else shards.num_trained
-        self._coded = None if codec is None else CodedPart(codec, self._layouts, policy.kind)
+        self._packing = None if codec is None else PartPackets(codec, self._layouts, policy.kind)
         self._up_bytes = self._layouts.up.nbytes if shards is None else shards.up_bytes
         self._down_bytes = self._layouts.down.nbytes if shards is None else shards.down_bytes
         self._workers, self._patience = workers, patience
@@ -163,13 +163,6 @@ class LiveServer:
 
     def serve(self, asked_to_stop: Callable[[], bool]) -> bool:
         """Serve until all workers have left, or a stop is requested; True if the workers have left."""
-        left = self._serve(asked_to_stop)
-        for rank, received, sent in () if self._shards is None else self._shards.count_bytes():
-            figures = self._figures.setdefault(rank, Figures())
-            figures.received, figures.sent = figures.received + received, figures.sent + sent
-        return left
-
-    def _serve(self, asked_to_stop: Callable[[], bool]) -> bool:
         while not asked_to_stop():
             for peer, heard in self._listener.hear(_TICK):
                 self._take_in(peer, heard)
@@ -201,6 +194,12 @@ class LiveServer:
         for member in self._members.values():
             self._count_bytes(member)
         return {rank: figures.as_dict() for rank, figures in sorted(self._figures.items())}
+
+    def count_bytes_of_others(self) -> None:
+        """Have in the figures, at the end, the bytes of the workers' connections to the other servers."""
+        for rank, received, sent in () if self._shards is None else self._shards.count_bytes():
+            figures = self._figures.setdefault(rank, Figures())
+            figures.received, figures.sent = figures.received + received, figures.sent + sent
 
     def _count_bytes(self, member: Member) -> None:
         """Have the bytes of a member's connection in its figures; those of its earlier ones are there."""
@@ -280,9 +279,9 @@ class LiveServer:
     def _join(self, peer: Peer, hello: wire.Hello) -> None:
         self._check_model(hello)
         rank = self._rank_for(hello)
-        local = hello.local and rank < self._workers and not peer.remote and self._coded is None
+        local = hello.local and rank < self._workers and not peer.remote and self._packing is None
         gradients = Arena(self._layouts.up, self._memory.slot(rank) if local else None)
-        packets = None if self._coded is None else torch.empty(self._coded.most_bytes, dtype=torch.uint8)
+        packets = None if self._packing is None else torch.empty(self._packing.most_bytes, dtype=torch.uint8)
         if not local:
             peer.tensors = Pieces(
                 memory_of(gradients.memory if packets is None else packets), at_most=packets is not None
@@ -323,7 +322,7 @@ class LiveServer:
                 coded=self._policy.coded,
                 local_momentum=self._policy.local_momentum,
                 codec="" if self._rule.codec is None else str(self._rule.codec),
-                coded_parts=1 if self._shards is None else 1 + len(self._shards.addresses),
+                packet_parts=1 if self._shards is None else 1 + len(self._shards.addresses),
             )
         )
 
@@ -437,10 +436,10 @@ class LiveServer:
 
     def _unpack(self, member: Member) -> Tensor | None:
         """Have a push in its memory, if it came as a packet; return what the next one is the difference to, if any."""
-        if self._coded is None or member.packets is None:
+        if self._packing is None or member.packets is None:
             return None
-        self._coded.unpack(member.packets[: member.peer.came], member.gradients, member.last)
-        return self._coded.decoded()
+        self._packing.unpack(member.packets[: member.peer.came], member.gradients, member.last)
+        return self._packing.decoded()
 
     def _examine(self, member: Member, push: wire.PushMessage) -> tuple[str | None, int]:
         """Name what is not finite in a push, if anything, and return its checksum; every server checks its own part.
@@ -539,14 +538,14 @@ class LiveServer:
         version, more = self._memory.version, len(rest)
         packet = self._packet_for(member) if fresh else None
         given = traced.Given(member.rank, step, version, fresh, first.epoch, first.number, more, first.weight)
-        self._trace(given._replace(coded=packet is not None))
+        self._trace(given._replace(packet=packet is not None))
         exchanged = member.exchanges if member.exchanged else -1
         tensors = packet
         if fresh and packet is None:
             tensors = self._parameters_for(member, exchanged=member.exchanged)
         member.figures.bytes_out += self._down_bytes if fresh else 0
         go = wire.Go(step, version, fresh, first.epoch, first.number, member.ask, more=more, weight=first.weight)
-        go = go._replace(exchanged=exchanged, taken=member.taken, coded=packet is not None)
+        go = go._replace(exchanged=exchanged, taken=member.taken, packet=packet is not None)
         member.peer.send(go, tensors)
 
     def _batches_for(self, member: Member, work: decided.Work | None) -> list[GivenBatch] | None:

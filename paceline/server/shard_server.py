@@ -14,13 +14,13 @@ from paceline.aggregators import parse_aggregator
 from paceline.codecs import parse_codec
 from paceline.errors import CommError, WireError
 from paceline.policies.messages import PushKind
-from paceline.store.coding import CodedPart
 from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
 from paceline.store.in_place import with_differences
 from paceline.store.layout import Arena, memory_of
 from paceline.store.memory import HEAD, SharedMemory
+from paceline.store.packets import PartPackets
 from paceline.store.parameter_store import ParameterStore
 from paceline.store.partition import layouts_of
 from paceline.store.pending import PushKey, Share
@@ -38,20 +38,20 @@ _REMEMBERED = 8  # answers to orders
 class _Part:
     """The part of a push that a worker of another host has sent."""
 
-    def __init__(self, peer: Peer, laid: Arena, coded: CodedPart | None) -> None:
-        self.peer, self.laid, self._coded = peer, laid, coded
+    def __init__(self, peer: Peer, laid: Arena, packing: PartPackets | None) -> None:
+        self.peer, self.laid, self._packing = peer, laid, packing
         self.step = -1
         self._last: Tensor | None = None  # what the part is the difference to, if any
         self._decoded: Tensor | None = None  # and the next one
-        self._packet = laid.memory if coded is None else torch.empty(coded.most_bytes, dtype=torch.uint8)
-        peer.tensors = Pieces(memory_of(self._packet), at_most=coded is not None)
+        self._packet = laid.memory if packing is None else torch.empty(packing.most_bytes, dtype=torch.uint8)
+        peer.tensors = Pieces(memory_of(self._packet), at_most=packing is not None)
 
     def note(self, step: int) -> None:
         """Have the part of a step that has come; raise WireError if it is a packet that cannot be decoded."""
         self.step = -1
-        if self._coded is not None:
-            self._coded.unpack(self._packet[: self.peer.came], self.laid, self._last)
-            self._decoded = self._coded.decoded()
+        if self._packing is not None:
+            self._packing.unpack(self._packet[: self.peer.came], self.laid, self._last)
+            self._decoded = self._packing.decoded()
         self.step = step
 
     def taken(self) -> None:
@@ -80,7 +80,7 @@ class ShardServer:
         self._shard, self._servers = shard, servers
         self._layouts = layouts_of(train_state.model, servers)[shard]
         self._store: ParameterStore | None = None
-        self._coded: CodedPart | None = None  # if pushes go through a codec
+        self._packing: PartPackets | None = None  # if pushes go through a codec
         self._shares: list[Share] = []  # of the next order that is of chosen pushes
         self._file, self._listener, self._address = file, listener, address
         self._memory: SharedMemory | None = None
@@ -136,7 +136,7 @@ class ShardServer:
     def _attach(self, peer: Peer, rank: int) -> None:
         if rank in self._parts:
             self._bytes[str(rank)] = self._count_bytes()[str(rank)]
-        self._parts[rank] = _Part(peer, Arena(self._layouts.up), self._coded)
+        self._parts[rank] = _Part(peer, Arena(self._layouts.up), self._packing)
         peer.send(wire.Took(0))
 
     def _count_bytes(self) -> dict[str, list[int]]:
@@ -219,7 +219,7 @@ class ShardServer:
         self._train_state = rule.remembering(self._train_state)
         model, servers = self._train_state.model, self._servers
         self._layouts = layouts_of(model, servers, with_reads=rule.with_reads)[self._shard]
-        self._coded = None if codec is None else CodedPart(codec, self._layouts, kind)
+        self._packing = None if codec is None else PartPackets(codec, self._layouts, kind)
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._file, down=down, up=up, slots=order.workers)
         self._memory.version = order.version

@@ -177,6 +177,7 @@ class ServerRun:
 
                 whole = server.serve(asked_to_stop)
                 self._end_trace(whole)
+                server.count_bytes_of_others()
                 for rank, figures in server.figures().items():
                     self._write("worker", worker=rank, **figures)
                 self._write("strangers", refused=listener.strangers)

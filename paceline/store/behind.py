@@ -16,8 +16,8 @@ from torch import Tensor
 from paceline.codecs import Codec, Parts
 from paceline.errors import NonFiniteInputError, WireError
 from paceline.seeding import derive_seed
-from paceline.store.coding import empty_residual, most_bytes
 from paceline.store.layout import Layout, ModelLayouts, memory_of
+from paceline.store.packets import empty_residual, most_bytes
 from paceline.transport.pieces import Pieces
 
 

@@ -30,7 +30,7 @@ class SentParameters:
             if life not in self._behind:
                 self._behind[life] = Behind(self._codec, self._layouts, seed=self._seed % 2**63, rank=sent.rank)
             behind = self._behind[life]
-            if not sent.coded or behind.encode(parameters, version=version) is None:
+            if not sent.packet or behind.encode(parameters, version=version) is None:
                 behind.take_all(parameters)
             if (sent.rank, sent.step) in self._steps:
                 self._sent[sent.rank, sent.step] = views = [tensor.clone() for tensor in parameters]

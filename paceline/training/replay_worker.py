@@ -13,10 +13,10 @@ from paceline.replay.plan import RecordedPush
 from paceline.seeding import derive_seed, seed_streams
 from paceline.server.local_steps import LocalSteps
 from paceline.server.part_sum import PartSum
-from paceline.store.coding import PushCoding
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import Filled, fill_push, read_parameters
 from paceline.store.layout import Arena, ModelLayouts
+from paceline.store.packets import PushPackets
 from paceline.store.partition import layouts_of
 from paceline.training.train import TrainConfig, loss_of
 
@@ -49,8 +49,8 @@ class ReplayWorker:
         self._model, self._local = model, local
         self._parts = PartSum(model) if rule.coded else None
         self._kind, self._codec = rule.kind, rule.codec
-        self._coding: dict[int, PushCoding] = {}  # by rank
-        self._coded_parts = layouts_of(model, servers, with_reads=rule.with_reads)
+        self._packing: dict[int, PushPackets] = {}  # by rank
+        self._packet_parts = layouts_of(model, servers, with_reads=rule.with_reads)
         self._joined: dict[int, int] = {}  # by rank: how often it had joined before its last step
         self._layouts = ModelLayouts(self._model, with_reads=rule.with_reads)
         self._device = next(self._model.parameters()).device
@@ -84,9 +84,9 @@ class ReplayWorker:
             self._local.end()
         if self._parts is not None:
             self._parts.end()
-        if rank in self._coding:
-            self._coding[rank].code()
-            self._coding[rank].answered(taken=True)
+        if rank in self._packing:
+            self._packing[rank].code()
+            self._packing[rank].answered(taken=True)
         self._buffers[rank] = [buffer.detach().clone() for buffer in self._layouts.buffers]
         return ComputedPush(push, loss, arena, fill_push(self._layouts, arena))
 
@@ -106,8 +106,8 @@ class ReplayWorker:
                 self._local.forget()
             if self._codec is not None:
                 seed = self._batches.sampler.seed
-                self._coding[rank] = PushCoding(
-                    self._codec, self._coded_parts, self._kind, seed=seed, rank=rank, since=push.since
+                self._packing[rank] = PushPackets(
+                    self._codec, self._packet_parts, self._kind, seed=seed, rank=rank, since=push.since
                 )
         self._joined[rank] = push.joined
 

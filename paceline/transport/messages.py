@@ -125,7 +125,7 @@ class Welcome(NamedTuple):
     coded: bool = False  # a step is some parts of a round, whose gradients are added up by weights
     local_momentum: float = 0.0  # of these steps
     codec: str = ""  # its text form; "": none
-    coded_parts: Count = 1  # into which gradients are cut for it, one for each server
+    packet_parts: Count = 1  # into which gradients are cut for it, one for each server
     packets: bool = True  # a push has packets; else what they say, which is so in a replay
 
 
@@ -143,7 +143,7 @@ class Go(NamedTuple):
     weight: float = 1.0  # of the batch, in a sum
     exchanged: int = -1  # the step of the push of which what was added comes in place of the trained parameters
     taken: int = -1  # the step of the worker's last push that was taken
-    coded: bool = False  # a packet comes in place of the parameters
+    packet: bool = False  # a packet comes in place of the parameters
 
 
 class BatchMessage(NamedTuple):

@@ -21,10 +21,10 @@ from paceline.seeding import derive_seed, seed_streams
 from paceline.server.local_steps import make_local_steps
 from paceline.server.part_sum import PartSum
 from paceline.store.behind import Behind
-from paceline.store.coding import PushCoding
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, fill_push, read_parameters
 from paceline.store.layout import Arena, ModelLayouts
+from paceline.store.packets import PushPackets
 from paceline.store.parameter_store import ParameterStore
 from paceline.store.pending import PushKey, shares_of
 from paceline.train_state import TrainState
@@ -69,8 +69,8 @@ class GradientWork:
         if self._local is not None and schedulers:
             raise UsageError(f"under {policy} workers make their own steps, for which no schedule is simulated")
         self._parts = PartSum(self._replica) if rule.coded else None
-        self._coding = [
-            PushCoding(rule.codec, [self._replicas], rule.kind, seed=scenario.seed, rank=worker)
+        self._packing = [
+            PushPackets(rule.codec, [self._replicas], rule.kind, seed=scenario.seed, rank=worker)
             for worker in range(scenario.workers)
             if rule.codec is not None
         ]
@@ -102,8 +102,8 @@ class GradientWork:
 
     def begin(self, workers: Sequence[int], version: int | None, work: Sequence[Work] = ()) -> None:
         for worker in workers:
-            if self._coding:
-                self._coding[worker].answered(taken=False)  # if its last push is still on its way, it comes too late
+            if self._packing:
+                self._packing[worker].answered(taken=False)  # if its last push is still on its way, it comes too late
             if version is not None:
                 self._reads[worker] = self._send(worker, version) if self._behind else self._newest
             if not work:
@@ -161,8 +161,8 @@ class GradientWork:
         if self._local is not None:
             self._local.end()
             self._loaded = None  # the replica has parameters of its own
-        if self._coding:
-            self._packets[worker] = self._scale * self._coding[worker].code()
+        if self._packing:
+            self._packets[worker] = self._scale * self._packing[worker].code()
         arena = self._free.pop() if self._free else Arena(self._layouts.up)
         self._done[PushKey(worker, step)] = arena, fill_push(self._replicas, arena).used, batches
         return loss, examples
@@ -188,8 +188,8 @@ class GradientWork:
         return self._packets.get(worker)
 
     def take(self, push: Push) -> None:
-        if self._coding:
-            self._coding[push.worker].answered(taken=True)
+        if self._packing:
+            self._packing[push.worker].answered(taken=True)
 
     def drop(self, push: Push) -> None:
         arena, _, batches = self._done.pop(PushKey(push.worker, push.step))

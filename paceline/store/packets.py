@@ -38,7 +38,7 @@ def empty_residual(state: CodecState[Any]) -> None:
         state.memory["residual"].zero_()
 
 
-class CodedPart:
+class PartPackets:
     """Codes the gradients of one server's part, as one vector of float32, or parameters if pushes are such.
 
     ``last`` of its methods are the parameters of the worker's last push, or None before the first.
@@ -106,7 +106,7 @@ class CodedPart:
             view.copy_(value)
 
 
-class PushCoding:
+class PushPackets:
     """A worker's end of a codec: one packet for each server's part, and what is remembered from push to push.
 
     A push that the server does not take leaves no trace. ``since`` is the version at which the worker has joined: its
@@ -118,18 +118,22 @@ class PushCoding:
     ) -> None:
         self.codec = codec
         self.parts = [
-            CodedPart(codec, part, kind, seed=derive_seed(seed, rank, "codec", number))
+            PartPackets(codec, part, kind, seed=derive_seed(seed, rank, "codec", number))
             for number, part in enumerate(layouts)
         ]
         self._last: list[Tensor | None] = [None for _ in layouts]
         self._packets: list[Tensor] = []  # of the last push
         self._number = since  # of the next push
-        self._before: list[dict[str, Tensor]] | None = None  # what was remembered before a push without an answer
+        self._before = [part.state.state_dict() for part in self.parts]  # what was remembered before the last push
+        self._unanswered = False  # the last push
 
     def encode(self) -> list[Tensor]:
         """Make the packets of the model's gradients; all are empty if one of them is not finite."""
         self.answered(taken=False)
-        self._before = [part.state.state_dict() for part in self.parts]
+        for part, before in zip(self.parts, self._before, strict=True):
+            for name, tensor in part.state.memory.items():
+                before[name].copy_(tensor)
+        self._unanswered = True
         step, self._number = self._number, self._number + 1
         try:
             self._packets = [part.encode(last, step=step) for part, last in zip(self.parts, self._last, strict=True)]
@@ -139,12 +143,12 @@ class PushCoding:
 
     def answered(self, *, taken: bool) -> None:
         """Learn whether the server has taken the last push; a second answer to it changes nothing."""
-        before, self._before = self._before, None
-        if before is None:
+        unanswered, self._unanswered = self._unanswered, False
+        if not unanswered:
             return
         if not taken:
-            for part, memory in zip(self.parts, before, strict=True):
-                part.state.load_state_dict(memory)
+            for part, before in zip(self.parts, self._before, strict=True):
+                part.state.load_state_dict(before)
             self._number -= 1
         elif self.parts[0].of_parameters:
             for place, (part, packet) in enumerate(zip(self.parts, self._packets, strict=True)):

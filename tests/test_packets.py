@@ -15,8 +15,8 @@ from paceline.codecs import Codec, parse_codec
 from paceline.errors import UsageError, WireError
 from paceline.policies.messages import PushKind
 from paceline.store.behind import Behind
-from paceline.store.coding import CodedPart, PushCoding
 from paceline.store.layout import Arena, ModelLayouts
+from paceline.store.packets import PartPackets, PushPackets
 from paceline.store.partition import layouts_of
 
 SHAPES = (5, 2, 9)
@@ -39,9 +39,9 @@ class Matrices(Weights):
         self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
 
 
-def coding_of(codec: str, *, servers: int = 1, kind: PushKind = PushKind.GRADIENT) -> tuple[Matrices, PushCoding]:
+def coding_of(codec: str, *, servers: int = 1, kind: PushKind = PushKind.GRADIENT) -> tuple[Matrices, PushPackets]:
     model = Matrices()
-    return model, PushCoding(parse_codec(codec), layouts_of(model, servers), kind, seed=0, rank=0)
+    return model, PushPackets(parse_codec(codec), layouts_of(model, servers), kind, seed=0, rank=0)
 
 
 def set_gradients(model: Matrices, values: Tensor) -> None:
@@ -58,7 +58,7 @@ def gradients(model: nn.Module) -> Tensor:
     )
 
 
-def residual_of(coding: PushCoding) -> Tensor:
+def residual_of(coding: PushPackets) -> Tensor:
     return torch.cat([part.state.memory["residual"] for part in coding.parts])
 
 
@@ -97,7 +97,7 @@ def test_a_server_decodes_what_a_replay_has_and_what_is_not_taken_leaves_no_trac
     """A second worker never makes the pushes that are not taken: a replay knows nothing of them."""
     (model, coding), (other, without) = (coding_of(codec, servers=servers, kind=kind) for _ in range(2))
     parts = layouts_of(Matrices(), servers)
-    decoders = [CodedPart(parse_codec(codec), part, kind) for part in parts]
+    decoders = [PartPackets(parse_codec(codec), part, kind) for part in parts]
     last: list[Tensor | None] = [None] * servers
     for values, taken in turns:
         set_gradients(model, values)
@@ -146,17 +146,17 @@ def test_what_is_too_short_for_buffers_is_refused() -> None:
     layouts = ModelLayouts(Matrices())
     codec = parse_codec("cast")
     with pytest.raises(WireError, match="at least 64 bytes, found 3"):
-        CodedPart(codec, layouts).unpack(torch.zeros(3, dtype=torch.uint8), Arena(layouts.up))
+        PartPackets(codec, layouts).unpack(torch.zeros(3, dtype=torch.uint8), Arena(layouts.up))
     with pytest.raises(WireError, match="at least 64 bytes, found 3"):
         Behind(codec, layouts).unpack(torch.zeros(3, dtype=torch.uint8), [])
     with pytest.raises(WireError, match="wanted a first packet"):
-        CodedPart(codec, layouts, PushKind.PARAMETERS).decode(torch.zeros(8, dtype=torch.uint8))
+        PartPackets(codec, layouts, PushKind.PARAMETERS).decode(torch.zeros(8, dtype=torch.uint8))
 
 
 def test_complex_parameters_are_refused() -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
     with pytest.raises(UsageError, match="complex"):
-        CodedPart(parse_codec("cast"), ModelLayouts(model))
+        PartPackets(parse_codec("cast"), ModelLayouts(model))
 
 
 # The way down --------------------------------------------------------------------------------------------------------
