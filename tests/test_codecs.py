@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.codecs import CODECS, Codec, Parts, kernels, parse_codec
+from paceline.codecs.packet import seal
 from paceline.errors import NonFiniteInputError, UsageError, WireError
 
 ALL = [
@@ -91,6 +94,26 @@ def test_an_altered_packet_is_refused(text: str, data: st.DataObject) -> None:
         if wrong.numel() != packet.numel() or not torch.equal(wrong, packet):
             with pytest.raises(WireError):
                 state.decode(wrong, torch.zeros(100))
+
+
+@pytest.mark.parametrize("text", ALL)
+@pytest.mark.parametrize("native", [True, False])
+@given(data=st.data())
+def test_a_forged_packet_is_refused_or_decoded(text: str, native: bool, data: st.DataObject) -> None:
+    """Its checksum is right and its content is not: nothing outside of it, or of the values, is touched."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not native:
+            patch.setattr(kernels, "native", None)
+        state = parse_codec(text).new_state(parts((10, 9), (10,)), seed=0)
+        packet = state.encode(torch.randn(100, generator=torch.Generator().manual_seed(0)), step=0)
+        for _ in range(data.draw(st.integers(1, 4))):
+            packet[data.draw(st.integers(32, packet.numel() - 1))] = data.draw(st.integers(0, 255))
+        end = data.draw(st.sampled_from([packet.numel(), packet.numel() // 8 * 4 + 32]))
+        forged = seal(packet, min(end, packet.numel()), zlib.crc32(str(state.codec).encode()), 100)
+        around = torch.full((300,), 7.0)
+        with contextlib.suppress(WireError):
+            state.decode(forged, around[100:200])
+        assert (around[:100] == 7).all() and (around[200:] == 7).all()
 
 
 def test_both_ends_must_have_the_same_options() -> None:

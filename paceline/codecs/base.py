@@ -17,7 +17,7 @@ from paceline.codecs.packet import HEADER, Reader, put, seal, unseal
 from paceline.errors import NonFiniteInputError, UsageError
 from paceline.spec import check_types, to_spec
 
-LIMIT, BITS_OF_LIMIT = 2.0**96, 0x6F800000
+LIMIT = 2.0**96  # of values
 
 C = TypeVar("C", bound="Codec")
 
@@ -174,12 +174,13 @@ class CodecState(ABC, Generic[C]):
 
     def encode(self, flat: Tensor, *, step: int) -> Tensor:
         """Make the packet of a flat tensor: bytes on the CPU. ``flat`` is not changed."""
-        values = self.prepare(self._checked(flat), step=step)
+        values = self._checked(flat)
+        prepared = self.prepare(values, step=step)
         most = sum(self.most_bytes(piece) for piece in self.pieces) + 4 * sum(part.count for part in self.raw)
         packet = torch.empty(HEADER.size + most, dtype=torch.uint8)
         at = HEADER.size
         for number, piece in enumerate(self.pieces):
-            at = self.encode_piece(number, values[piece.place], packet, at, step=step)
+            at = self.encode_piece(number, prepared[piece.place], packet, at, step=step)
         for part in self.raw:
             at = put(packet, at, values[part.place])
         return seal(packet, at, self._tag, self.parts.count)
@@ -188,7 +189,7 @@ class CodecState(ABC, Generic[C]):
         """Write what a packet says to ``out``, or add it; the same bits on every machine."""
         self._check_shape(out)
         reader = Reader(unseal(packet, self._tag, self.parts.count, self.codec))
-        plain = out.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous()
+        plain = is_plain(out)
         target = out if plain else torch.zeros(out.shape)
         for number, piece in enumerate(self.pieces):
             self.decode_piece(number, reader, target[piece.place], add=add and plain)
@@ -250,11 +251,17 @@ class CodecState(ABC, Generic[C]):
         return values
 
 
-def can_be_coded(values: Tensor) -> bool:
-    """Whether all values are finite, and so small that no sum of many is infinite."""
-    if kernels.native is not None and values.device.type == "cpu" and values.is_contiguous():
-        return bool(kernels.native.largest_bits(values.data_ptr(), values.numel()) < BITS_OF_LIMIT)
-    return values.numel() == 0 or bool(values.abs().amax() < LIMIT)
+def is_plain(values: Tensor) -> bool:
+    """Whether kernels can work on the values where they are."""
+    return values.dtype == torch.float32 and values.device.type == "cpu" and values.is_contiguous()
+
+
+def can_be_coded(values: Tensor, limit: float = LIMIT) -> bool:
+    """Whether all values are finite and below a limit, which is so small that no sum of many is infinite."""
+    if kernels.native is not None and values.is_contiguous():
+        bits = kernels.native.largest_bits(values.data_ptr(), values.numel())
+        return bool(bits < int(torch.tensor(limit).view(torch.int32)))
+    return values.numel() == 0 or bool(values.abs().amax() < limit)
 
 
 def check_bucket(codec: Codec, bucket: int) -> None:
@@ -269,3 +276,13 @@ def store(out: Tensor, values: Tensor, *, add: bool) -> None:
         out.add_(values)
     else:
         out.copy_(values)
+
+
+def store_at(out: Tensor, indices: Tensor, values: Tensor, *, add: bool) -> None:
+    """Write values to these indices of ``out`` and 0 to the others, or add them; an index comes once."""
+    if not add:
+        out.zero_()
+    if kernels.native is not None:
+        kernels.native.add_at(indices.data_ptr(), values.data_ptr(), indices.numel(), out.data_ptr())
+    else:
+        out[indices] += values

@@ -19,6 +19,7 @@ from paceline.codecs.base import (
     Pending,
     Reduction,
     can_be_coded,
+    is_plain,
     store,
 )
 from paceline.codecs.buckets import exact_sqrt, halving_sum
@@ -52,7 +53,7 @@ class PowerSGD(Codec):
 
 
 class PowerSGDState(CodecState[PowerSGD]):
-    """Remembers Q of each matrix, and the error."""
+    """Remembers Q of each matrix, and the error. P and Q are kept as rows, which libraries multiply much faster."""
 
     def __init__(self, codec: PowerSGD, parts: Parts, seed: int) -> None:
         super().__init__(codec, parts, seed)
@@ -61,7 +62,7 @@ class PowerSGDState(CodecState[PowerSGD]):
         for number, (_, columns) in enumerate(self.shapes):
             # The same on all ranks, so not from the seed.
             start = uniform(key_of(0, number, 0), columns * codec.rank) - 0.5
-            self.memory[f"q{number}"] = start.view(columns, codec.rank)
+            self.memory[f"q{number}"] = start.view(codec.rank, columns)
 
     # As packets -------------------------------------------------------------------------------------------------------
 
@@ -69,27 +70,32 @@ class PowerSGDState(CodecState[PowerSGD]):
         return 4 * self.codec.rank * sum(as_matrix(piece.shape))
 
     def prepare(self, values: Tensor, *, step: int) -> Tensor:
-        return values + self.memory["residual"]
+        for piece in self.pieces:
+            self.memory["residual"][piece.place] += values[piece.place]
+        return self.memory["residual"]
 
     def encode_piece(self, number: int, values: Tensor, into: Tensor, at: int, *, step: int) -> int:
         matrix = values.view(self.shapes[number])
-        p = orthonormal(matrix @ self.memory[f"q{number}"])
-        q = matrix.T @ p
-        self.remember(number, matrix, p, q, q)
+        p = orthonormal((matrix @ self.memory[f"q{number}"].T).T)
+        q = p @ matrix
+        self.remember(number, p, q, q)
         return put(into, put(into, at, p), q)
 
     def decode_piece(self, number: int, packet: Reader, out: Tensor, *, add: bool) -> None:
         (rows, columns), rank = self.shapes[number], self.codec.rank
-        p = packet.take(rows * rank, torch.float32).view(rows, rank)
-        q = packet.take(columns * rank, torch.float32).view(columns, rank)
+        p = packet.take(rows * rank, torch.float32).view(rank, rows)
+        q = packet.take(columns * rank, torch.float32).view(rank, columns)
         add_product(out.view(rows, columns), p, q, add=add)
 
-    def remember(self, number: int, matrix: Tensor, p: Tensor, own_q: Tensor, q: Tensor) -> None:
-        """Keep what this rank's own part of the sum lacks, and Q, but for columns of zeros, which would stay zeros."""
-        residual = self.memory["residual"][self.pieces[number].place].view(matrix.shape)
-        torch.addmm(matrix, p, own_q.T, alpha=-1, out=residual)
+    def remember(self, number: int, p: Tensor, own_q: Tensor, q: Tensor) -> None:
+        """Keep what this rank's own part of the sum lacks, and Q, but for rows of zeros, which would stay zeros."""
+        self.matrix(number).addmm_(p.T, own_q, alpha=-1)
         start = self.memory[f"q{number}"]
-        start.copy_(torch.where((q != 0).any(0), q, start))
+        start.copy_(torch.where((q != 0).any(1, keepdim=True), q, start))
+
+    def matrix(self, number: int) -> Tensor:
+        """The error of a matrix, to which ``prepare`` adds the values."""
+        return self.memory["residual"][self.pieces[number].place].view(self.shapes[number])
 
     # As a reduction ---------------------------------------------------------------------------------------------------
 
@@ -98,9 +104,10 @@ class PowerSGDState(CodecState[PowerSGD]):
         self._check_shape(flat)
         values = flat.detach().to("cpu", torch.float32)
         fits = can_be_coded(values)
-        values = self.prepare(values, step=step)
-        matrices = [values[piece.place].view(shape) for piece, shape in zip(self.pieces, self.shapes, strict=True)]
-        firsts = [matrix @ self.memory[f"q{number}"] for number, matrix in enumerate(matrices)]
+        if fits:
+            self.prepare(values, step=step)
+        matrices = [self.matrix(number) for number in range(len(self.pieces))]
+        firsts = [(matrix @ self.memory[f"q{number}"].T).T for number, matrix in enumerate(matrices)]
         sent = joined([*firsts, *(values[part.place] for part in self.raw)])
         if not fits:
             sent.fill_(math.nan)
@@ -113,26 +120,25 @@ class PowerSGDState(CodecState[PowerSGD]):
                 return
             *sums, raw = split(sent, firsts)
             ps = [orthonormal(p) for p in sums]
-            own = [matrix.T @ p for matrix, p in zip(matrices, ps, strict=True)]
+            own = [p @ matrix for matrix, p in zip(matrices, ps, strict=True)]
             together = joined(own)
             group.all_reduce(together).wait()
             *qs, _ = split(together, own)
-            self._finish(flat, matrices, ps, own, qs, raw)
+            self._finish(flat, ps, own, qs, raw)
 
         return Reduction(finish)
 
-    def _finish(
-        self, flat: Tensor, matrices: list[Tensor], ps: list[Tensor], own: list[Tensor], qs: list[Tensor], raw: Tensor
-    ) -> None:
+    def _finish(self, flat: Tensor, ps: list[Tensor], own: list[Tensor], qs: list[Tensor], raw: Tensor) -> None:
+        result = flat if is_plain(flat) else torch.zeros(flat.shape)
         for number, piece in enumerate(self.pieces):
-            self.remember(number, matrices[number], ps[number], own[number], qs[number])
-            result = torch.empty(self.shapes[number])
-            add_product(result, ps[number], qs[number], add=False)
-            flat[piece.place] = result.flatten()
+            self.remember(number, ps[number], own[number], qs[number])
+            add_product(result[piece.place].view(self.shapes[number]), ps[number], qs[number], add=False)
         at = 0
         for part in self.raw:
-            flat[part.place] = raw[at : at + part.count]
+            result[part.place] = raw[at : at + part.count]
             at += part.count
+        if result is not flat:
+            flat.copy_(result)
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -146,26 +152,30 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """The columns made orthonormal by Gram and Schmidt, with sums in an order that every machine follows."""
-    columns = p.double().T.contiguous()
-    for number, column in enumerate(columns):
-        size = exact_sqrt(halving_sum(column.square().unsqueeze(0)))
-        column.div_(torch.where(size > 0, size, 1.0))
-        others = columns[number + 1 :]
-        others -= halving_sum(others * column).unsqueeze(1) * column
-    return columns.T.to(torch.float32)
+    """The rows made orthonormal by Gram and Schmidt, with sums in an order that every machine follows."""
+    if kernels.native is not None:
+        p = p.clone(memory_format=torch.contiguous_format)
+        kernels.native.make_orthonormal(p.data_ptr(), *p.shape)
+        return p
+    rows = p.double().contiguous()
+    for number, row in enumerate(rows):
+        size = exact_sqrt(halving_sum(row.square().unsqueeze(0)))
+        row.div_(torch.where(size > 0, size, 1.0))
+        others = rows[number + 1 :]
+        others -= halving_sum(others * row).unsqueeze(1) * row
+    return rows.to(torch.float32)
 
 
 def add_product(out: Tensor, p: Tensor, q: Tensor, *, add: bool) -> None:
-    """Write P Q^T to a matrix, or add it: column by column, since a library's product has other bits elsewhere."""
-    (rows, columns), rank = out.shape, p.shape[1]
+    """Write P^T Q to a matrix, or add it: row by row of both, since a library's product has other bits elsewhere."""
+    (rows, columns), rank = out.shape, p.shape[0]
     if kernels.native is not None:
         p, q = p.contiguous(), q.contiguous()
         kernels.native.add_products(p.data_ptr(), q.data_ptr(), rows, columns, rank, out.data_ptr(), add)
         return
-    total = p[:, :1] * q[:, 0]
-    for column in range(1, rank):
-        total += p[:, column : column + 1] * q[:, column]
+    total = p[0].unsqueeze(1) * q[0]
+    for number in range(1, rank):
+        total += p[number].unsqueeze(1) * q[number]
     store(out, total, add=add)
 
 

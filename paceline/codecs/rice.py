@@ -44,6 +44,8 @@ def write(into: Tensor, at: int, indices: Tensor, total: int, bits: Tensor | Non
 
 def read(packet: Reader, count: int, total: int, *, bits: bool = False) -> tuple[Tensor, Tensor]:
     """Read indices, and their bits or zeros."""
+    if count > total:  # before so much memory is taken
+        raise refuse(f"{count} indices of {total} values")
     shift = shift_of(count, total)
     width = shift + bits
     length = packet.number()
@@ -73,8 +75,6 @@ def _write_natively(into: Tensor, at: int, indices: Tensor, shift: int, bits: Te
 
 
 def _read_natively(low: Tensor, unary: Tensor, count: int, total: int, *, bits: bool) -> tuple[Tensor, Tensor]:
-    if count > 8 * unary.numel():  # before so much memory is taken
-        raise refuse(f"{unary.numel()} bytes of quotients for {count} indices")
     indices, found = torch.empty(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
     addresses = (indices.data_ptr(), found.data_ptr() if bits else 0)
     shift = shift_of(count, total)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import kernels, rice
-from paceline.codecs.base import Codec, CodecState, Part, Parts
+from paceline.codecs.base import Codec, CodecState, Part, Parts, store_at
 from paceline.codecs.bits import pack, packed_bytes, unpack
 from paceline.codecs.packet import Reader, put, refuse, words
 
@@ -103,9 +103,7 @@ class ThresholdState(CodecState[Threshold]):
         if not (tau > 0 and torch.isfinite(tau)):
             raise refuse(f"its threshold is {float(tau)}")
         indices, negative = self.read(packet, form, count)
-        if not add:
-            out.zero_()
-        out[indices] += torch.where(negative > 0, -tau, tau)
+        store_at(out, indices, torch.where(negative > 0, -tau, tau), add=add)
 
     def read(self, packet: Reader, form: int, count: int) -> tuple[Tensor, Tensor]:
         total = self.parts.count

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.codecs import rice
-from paceline.codecs.base import Codec, CodecState, Part, Parts
+from paceline.codecs.base import Codec, CodecState, Part, Parts, store_at
 from paceline.codecs.packet import Reader, put
 from paceline.codecs.selection import about_largest, largest
 
@@ -100,6 +100,4 @@ class TopKState(CodecState[TopK]):
         count = packet.number()
         chosen, _ = rice.read(packet, count, out.numel())
         values = packet.take(count, torch.float32)
-        if not add:
-            out.zero_()
-        out[chosen] += values
+        store_at(out, chosen, values, add=add)

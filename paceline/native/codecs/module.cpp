@@ -70,6 +70,21 @@ PyObject* from_levels(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+PyObject* values_to_fp8(PyObject*, PyObject* arguments) {
+  Address values, count, bucket, scales, codes;
+  if (!PyArg_ParseTuple(arguments, "KKKKK", &values, &count, &bucket, &scales, &codes)) return nullptr;
+  without_lock([&] { to_fp8(at<float>(values), count, bucket, at<float>(scales), at<uint8_t>(codes)); });
+  Py_RETURN_NONE;
+}
+
+PyObject* values_from_fp8(PyObject*, PyObject* arguments) {
+  Address scales, codes, count, bucket, out;
+  int add;
+  if (!PyArg_ParseTuple(arguments, "KKKKKp", &scales, &codes, &count, &bucket, &out, &add)) return nullptr;
+  without_lock([&] { from_fp8(at<float>(scales), at<uint8_t>(codes), count, bucket, at<float>(out), add); });
+  Py_RETURN_NONE;
+}
+
 PyObject* pack_codes(PyObject*, PyObject* arguments) {
   Address codes, count, out;
   int width;
@@ -134,6 +149,13 @@ PyObject* words_beyond(PyObject*, PyObject* arguments) {
       [&] { return take_beyond(at<float>(values), at<float>(residual), count, tau, at<uint32_t>(words)); }));
 }
 
+PyObject* add_at_indices(PyObject*, PyObject* arguments) {
+  Address indices, values, count, out;
+  if (!PyArg_ParseTuple(arguments, "KKKK", &indices, &values, &count, &out)) return nullptr;
+  without_lock([&] { add_at(at<int64_t>(indices), at<float>(values), count, at<float>(out)); });
+  Py_RETURN_NONE;
+}
+
 PyObject* to_gaps(PyObject*, PyObject* arguments) {
   Address indices, bits, count, low, unary;
   int shift;
@@ -152,6 +174,13 @@ PyObject* from_gaps(PyObject*, PyObject* arguments) {
     return read_gaps(at<uint8_t>(low), at<uint8_t>(unary), bytes, count, shift, total, at<int64_t>(indices),
                      at<int64_t>(bits));
   }));
+}
+
+PyObject* orthonormal_rows(PyObject*, PyObject* arguments) {
+  Address p, rank, count;
+  if (!PyArg_ParseTuple(arguments, "KKK", &p, &rank, &count)) return nullptr;
+  without_lock([&] { make_orthonormal(at<float>(p), rank, count); });
+  Py_RETURN_NONE;
 }
 
 PyObject* outer_products(PyObject*, PyObject* arguments) {
@@ -174,6 +203,8 @@ PyMethodDef functions[] = {{"sums", sums_of_words, METH_VARARGS, nullptr},
                            {"largest_bits", bits_of_largest, METH_VARARGS, nullptr},
                            {"to_levels", to_levels, METH_VARARGS, nullptr},
                            {"from_levels", from_levels, METH_VARARGS, nullptr},
+                           {"to_fp8", values_to_fp8, METH_VARARGS, nullptr},
+                           {"from_fp8", values_from_fp8, METH_VARARGS, nullptr},
                            {"pack", pack_codes, METH_VARARGS, nullptr},
                            {"unpack", unpack_codes, METH_VARARGS, nullptr},
                            {"to_elias", to_elias, METH_VARARGS, nullptr},
@@ -182,8 +213,10 @@ PyMethodDef functions[] = {{"sums", sums_of_words, METH_VARARGS, nullptr},
                            {"from_signs", from_signs, METH_VARARGS, nullptr},
                            {"at_least", indices_at_least, METH_VARARGS, nullptr},
                            {"take_beyond", words_beyond, METH_VARARGS, nullptr},
+                           {"add_at", add_at_indices, METH_VARARGS, nullptr},
                            {"to_gaps", to_gaps, METH_VARARGS, nullptr},
                            {"from_gaps", from_gaps, METH_VARARGS, nullptr},
+                           {"make_orthonormal", orthonormal_rows, METH_VARARGS, nullptr},
                            {"add_products", outer_products, METH_VARARGS, nullptr},
                            {"instruction_set", chosen_instruction_set, METH_NOARGS, nullptr},
                            {"choose_instruction_set", choose_set, METH_VARARGS, nullptr},
