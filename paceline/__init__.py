@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from paceline.peers.ddp import DistributedDataParallel
+    from paceline.peers.hook import comm_hook
     from paceline.policies import *  # noqa: F403
     from paceline.problems import Metric, Problem, Recipe
     from paceline.sessions.join import join
@@ -67,6 +68,7 @@ __all__ = [
     "Timing",
     "UsageError",
     "__version__",
+    "comm_hook",
     "join",
     "parse_policy",
 ]
@@ -77,6 +79,7 @@ _HOMES = {
     "paceline.data.sampler": ["ShardedSampler"],
     "paceline.errors": [name for name in __all__ if name.endswith("Error")],
     "paceline.peers.ddp": ["DistributedDataParallel"],
+    "paceline.peers.hook": ["comm_hook"],
     "paceline.problems": ["Metric", "Problem", "Recipe"],
     "paceline.sessions.join": ["join"],
     "paceline.sessions.session": ["Session", "Step"],

@@ -215,9 +215,14 @@ class CodecState(ABC, Generic[C]):
             if all(packet.numel() for packet in arrived):
                 self.combine(arrived, flat)
             else:
-                flat.fill_(math.nan)
+                self.spoil(flat)
 
         return Reduction(finish)
+
+    def spoil(self, flat: Tensor) -> None:
+        """Make all values NaN, but for those in no part."""
+        for part in self.parts.tensors:
+            flat[part.place] = math.nan
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all that is remembered."""

@@ -116,7 +116,7 @@ class PowerSGDState(CodecState[PowerSGD]):
         def finish() -> None:
             pending.wait()
             if not can_be_coded(sent):
-                flat.fill_(math.nan)
+                self.spoil(flat)
                 return
             *sums, raw = split(sent, firsts)
             ps = [orthonormal(p) for p in sums]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.peers.coding import Coding
 from paceline.peers.group import Peers
 from paceline.peers.reducer import Outcome
 from paceline.peers.tensors import averaged_dtype, send_tensors, share_state
@@ -34,6 +35,7 @@ class Exchange(Protocol):
     replicas_differ: bool  # whether the workers' parameters may differ between steps
     exchanges: bool  # whether the last update was one after which workers exchange: the same on all of them
     common_state: tuple[str, ...]  # entries of the state that are the same on all workers
+    coding: Coding | None  # what a codec remembers on this worker
 
     @property
     def num_bytes(self) -> int:
@@ -139,6 +141,7 @@ class Alone:
     replicas_differ = False
     exchanges = True
     common_state: tuple[str, ...] = ()
+    coding: Coding | None = None
 
     @property
     def num_bytes(self) -> int:

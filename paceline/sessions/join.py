@@ -15,6 +15,7 @@ from paceline.codecs import Codec, read_codec
 from paceline.errors import UsageError
 from paceline.launch.environment import asked_codec, asked_policy, asked_probe, take_server_assignment
 from paceline.launch.reports import report
+from paceline.peers.connect import check_codec
 from paceline.policies import PeersPolicy, Policy, ServerPolicy, parse_policy
 from paceline.sessions.checks import (
     as_tuple,
@@ -109,6 +110,7 @@ def join(
     check_train_state(train_state)
     policy = parse_policy(asked_policy() or ("all-reduce" if policy is None else policy))
     chosen = read_codec(asked_codec() or codec)
+    check_codec(policy, chosen)
     assignment = take_server_assignment()
     check_role(policy, assignment)
     return _joiner_of(policy)(

@@ -178,12 +178,14 @@ class RunState:
         before = parse_policy(state["session"]["policy"])
         same_policy = type(before) is type(self._policy)
         same_exchange = same_policy or isinstance(before, ServerPolicy)  # a server has the same under all of its own
-        as_many = same_policy and exchange.replicas_differ and len(replicas) == exchange.world_size
-        own = replicas[exchange.rank] if as_many else state
+        as_many = same_policy and len(replicas) == exchange.world_size
+        own = {**state, **replicas[exchange.rank]} if as_many else state
         self._train_state.load_state_dict(own["trainee"])
         exchange.load_state_dict({**state["exchange"], **own["exchange"]} if same_exchange else {})
         if not as_many:
             exchange.agreed()
+        elif exchange.coding is not None:
+            exchange.coding.load_state_dict(own["codec"])
 
     # Going on with other workers --------------------------------------------------------------------------
 
@@ -246,7 +248,12 @@ class RunState:
         exchange = self._exchange.state_dict()
         if not common:
             exchange = {name: value for name, value in exchange.items() if name not in self._exchange.common_state}
-        return {"trainee": self._train_state.state_dict(), "exchange": exchange}
+        replica: dict[str, object] = {"exchange": exchange}
+        if common or self._exchange.replicas_differ:
+            replica["trainee"] = self._train_state.state_dict()
+        if not common and self._exchange.coding is not None:
+            replica["codec"] = self._exchange.coding.state_dict()
+        return replica
 
     def state(self, position: Position) -> dict[str, object]:
         """What a checkpoint holds, beside the replicas of the others."""
