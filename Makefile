@@ -39,7 +39,7 @@ native-sanitizers:
 	done
 
 # torch first and alone: a resolver that sees it among other requirements may settle on a GPU build.
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard paceline/native/*.cpp paceline/native/*.h paceline/native/*.inc paceline/native/*/*.cpp paceline/native/*/*.h)
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard $(foreach folder,paceline/native paceline/native/*,$(folder)/*.cpp $(folder)/*.h $(folder)/*.inc))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Paceline needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)

@@ -25,5 +25,6 @@ setup(
         extension("_core", "paceline/native"),
         extension("_sparse", "paceline/native/sparse"),
         extension("_readers", "paceline/native/readers"),
+        extension("_codecs", "paceline/native/codecs"),
     ]
 )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from paceline.hogwild.estimators import HogwildClassifier, HogwildRegressor
     from paceline.peers.ddp import DistributedDataParallel
+    from paceline.peers.hook import comm_hook
     from paceline.policies import *  # noqa: F403
     from paceline.problems import Metric, Problem, Recipe
     from paceline.sessions.join import join
@@ -79,6 +80,7 @@ __all__ = [
     "Timing",
     "UsageError",
     "__version__",
+    "comm_hook",
     "join",
     "parse_policy",
 ]
@@ -90,6 +92,7 @@ _HOMES = {
     "paceline.errors": [name for name in __all__ if name.endswith("Error")],
     "paceline.hogwild.estimators": ["HogwildClassifier", "HogwildRegressor"],
     "paceline.peers.ddp": ["DistributedDataParallel"],
+    "paceline.peers.hook": ["comm_hook"],
     "paceline.problems": ["Metric", "Problem", "Recipe"],
     "paceline.sessions.join": ["join"],
     "paceline.sessions.session": ["Session", "Step"],

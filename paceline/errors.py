@@ -5,6 +5,7 @@
   ``CheckpointError``     a checkpoint could not be written, or none could be read
   ``RunInUseError``       another live process owns the run directory
   ``NonFiniteLossError``  the loss became NaN or infinite
+  ``NonFiniteInputError`` values to encode are NaN or infinite
   ``CommError``           other workers could not be reached, or did not do as this one (also a ``RuntimeError``)
     ``LostContactError``  an exchange with the other workers failed: one of them may have died
     ``OutOfStepError``    the workers do not do the same, so their exchanges do not fit together
@@ -36,6 +37,10 @@ class RunInUseError(PacelineError):
 
 class NonFiniteLossError(PacelineError):
     """The loss became NaN or infinite; the parameters were not touched by it."""
+
+
+class NonFiniteInputError(PacelineError):
+    """Values to encode are NaN or infinite, or too large; nothing was sent."""
 
 
 class CommError(PacelineError, RuntimeError):

@@ -15,8 +15,10 @@ import torch
 from live import DEADLINE, TOKEN, Cluster, Weights
 from torch import Tensor, nn
 
+from paceline.codecs import parse_codec
 from paceline.policies.server import ServerPolicy
 from paceline.store.layout import ModelLayouts, memory_of
+from paceline.store.packets import PartPackets
 from paceline.transport.calling import prove
 from paceline.transport.connections import Connection, Received
 from paceline.transport.messages import Alive, Ask, Data, Described, Finished, Go, Hello, Message, PushMessage, Welcome
@@ -104,10 +106,19 @@ class Hand:
         self.say(message._replace(**changes), self.gradients(*gradients))
 
     def gradients(self, *values: float | None) -> bytes:
+        if self.welcome.codec:
+            return self.packet(*values)
         memory = torch.zeros(self.layouts.up.nbytes, dtype=torch.uint8)
         for view, value in zip(self.layouts.up.views(memory), values, strict=False):
             view.fill_(value or 0.0)
         return memory.numpy().tobytes()
+
+    def packet(self, *values: float | None) -> bytes:
+        """The same as a packet, of a codec that remembers nothing."""
+        packing = PartPackets(parse_codec(self.welcome.codec), self.layouts)
+        for parameter, value in zip(self.layouts.trained, values, strict=False):
+            parameter.grad = torch.full_like(parameter, value or 0.0)
+        return b"".join(packing.pieces(packing.encode(step=0)).stretches)
 
     def _bits(self, gradients: Sequence[float | None]) -> bytes:
         bits = sum(1 << place for place, value in enumerate(gradients) if value is not None)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from paceline.codecs import read_codec
 from paceline.policies import parse_policy
 from paceline.policies.server import ServerPolicy
 from paceline.record.trace import TraceWriter
@@ -108,9 +109,11 @@ class Cluster:
         seed: int = 0,
         in_place_of: Cluster | None = None,
         trace: TraceWriter | None = None,
+        codec: str | None = None,
     ) -> None:
         self.policy = cast(ServerPolicy, parse_policy(policy))
-        self.train_state = CommitRule.of(self.policy).remembering(train_state or weights_state())
+        self.rule = CommitRule.of(self.policy, read_codec(codec))
+        self.train_state = self.rule.remembering(train_state or weights_state())
         self.host: Any = host or Recorder()
         self.queue = queue or WorkQueue()
         self.workers = workers
@@ -136,6 +139,7 @@ class Cluster:
             queue=self.queue,
             listener=self.listener,
             host=self.host,
+            codec=self.rule.codec,
             **options,
         )
 

@@ -100,6 +100,7 @@ def record(folder: Path, policy: str, *, workers: int = 3, **options: Any) -> Pa
         "paceline": __version__,
         "torch": torch.__version__,
         "policy": policy,
+        "codec": config.codec,
         "seed": config.seed,
         "world_size": workers,
         "threads": torch.get_num_threads(),
@@ -109,7 +110,8 @@ def record(folder: Path, policy: str, *, workers: int = 3, **options: Any) -> Pa
     trace = TraceWriter(run / "trace.bin", about)
     server_state, *train_states = [_make_train_state(config, problem, workers) for _ in range(workers + 1)]
     host = Recording(trace, server_state.model)
-    with Cluster(policy, server_state, workers=workers, host=host, seed=config.seed, trace=trace) as cluster:
+    options = {"host": host, "seed": config.seed, "trace": trace, "codec": config.codec}
+    with Cluster(policy, server_state, workers=workers, **options) as cluster:
         cluster.run(train_states, lambda session, train_state: _train(session, train_state.model, config, problem))
         cluster.wait_for_end()
     host.hash()

@@ -18,7 +18,6 @@ from paceline.server.client import Client
 from paceline.server.live import LiveServer
 from paceline.server.shard_server import ShardServer
 from paceline.server.shards import Shards
-from paceline.store.commit_rule import CommitRule
 from paceline.train_state import TrainState
 from paceline.transport.listening import Listener
 
@@ -90,7 +89,7 @@ class ShardedCluster(Cluster):
                 token=TOKEN,
                 workers=options["workers"],
                 version=options["version"],
-                rule=CommitRule.of(self.policy),
+                rule=self.rule,
             )
         return super().make_server(**options, shards=self.shards)
 

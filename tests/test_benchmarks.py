@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paceline.codecs import CODECS, parse_codec
 from paceline.commands.cli import main
 from paceline.report.table import print_table
 
@@ -98,6 +99,16 @@ def test_bench_step(run: Scripts) -> None:
     assert set(ways) == {"barrier", *exchanges, *(f"{way} on gloo" for way in exchanges)}
     assert all(positive(row, "megabytes", "step_ms", "over_barrier", "over_gloo") for row in rows)
     assert ways["barrier"]["over_barrier"] == ways["torch ddp on gloo"]["over_gloo"] == 1
+
+
+def test_bench_codecs(run: Scripts) -> None:
+    rows = {row["way"]: row for row in run.bench("codecs")["rows"]}
+    assert {parse_codec(way).name for way in rows if not way.startswith("torch ")} == set(CODECS)
+    assert {way for way in rows if way.startswith("torch ")} == {"torch fp16_compress_hook", "torch powerSGD_hook"}
+    for way, row in rows.items():
+        assert positive(row, "megabytes", "reduce_ms") and row["model"] == "net3"
+        if not way.startswith("torch "):
+            assert positive(row, "bytes", "ratio", "encode_gb_s", "decode_gb_s")
 
 
 def test_bench_collectives(run: Scripts) -> None:

@@ -81,6 +81,15 @@ def test_what_run_asks_for(
     assert (call["workers"], call["policy"], call["server"]) == (workers, policy, server)
 
 
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_a_codec_is_passed_on_and_a_wrong_one_refused(command: str, paceline: Any, asked: Any) -> None:
+    assert paceline(command, "--workers", "2", "--codec", "sign", "script.py").code == 7
+    assert asked[0]["codec"] == "sign"
+    wrong = paceline(command, "--workers", "2", "--codec", "sgin", "script.py")
+    assert (wrong.code, len(asked)) == (2, 1)
+    assert "no codec called 'sgin'. Did you mean 'sign'?" in wrong.err
+
+
 def test_what_serve_asks_for(paceline: Any, asked: Any) -> None:
     options = ["--bind", "0.0.0.0:47", "--policy", "async", "--trusted-network", "--token-file", "token"]
     assert paceline("serve", "--workers", "8", *options, "script.py", "-x").code == 7

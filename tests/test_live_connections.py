@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,12 +164,13 @@ def test_a_whole_cluster_leaves_nothing_open() -> None:
     assert open_files() <= before
 
 
+@pytest.mark.parametrize("codec", [None, "cast(both=true)"])  # of numbers that lose nothing by it
 @pytest.mark.parametrize("over_tcp", [False, True])
 @pytest.mark.parametrize("while_computing", [False, True])
-def test_a_server_that_is_killed_and_started_again(over_tcp: bool, while_computing: bool) -> None:
+def test_a_server_that_is_killed_and_started_again(over_tcp: bool, while_computing: bool, codec: str | None) -> None:
     """At the same address, with the version, parameters and batches of the first: the worker goes on."""
     own, dead = seen_state(COUNT), threading.Event()
-    first = Cluster("async", seen_state(COUNT), workers=1)
+    first = Cluster("async", seen_state(COUNT), workers=1, codec=codec)
 
     def kill() -> None:
         if not dead.is_set() and len(first.host.commits) >= 3:
@@ -191,7 +193,8 @@ def test_a_server_that_is_killed_and_started_again(over_tcp: bool, while_computi
         queue.load_state_dict(first.queue.state_dict())
         train_state.model.load_state_dict(first.train_state.model.state_dict())
         version = first.host.commits[-1].version
-        with Cluster("async", train_state, workers=1, queue=queue, version=version, in_place_of=first) as second:
+        options: dict[str, Any] = {"queue": queue, "version": version, "in_place_of": first, "codec": codec}
+        with Cluster("async", train_state, workers=1, **options) as second:
             worker.join(DEADLINE)
             assert not worker.is_alive(), "the worker hangs"
             second.wait_for_end()

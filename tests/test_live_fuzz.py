@@ -14,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from led_by_hand import DATA, Hand
 from live import DEADLINE, TOKEN, Cluster, Weights, host_and_port
 from quick import quick
 from test_connections import in_line
 from test_wire import EXAMPLES, mutated
 
+from paceline.codecs import Parts, parse_codec
 from paceline.store.layout import ModelLayouts
 from paceline.transport.connections import LENGTHS
 from paceline.transport.handshake import Opening
@@ -44,6 +46,8 @@ from paceline.transport.wire import encode
 
 MODEL = tuple(Described(*entry) for entry in ModelLayouts.describe(Weights()))
 UP = ModelLayouts(Weights()).up.nbytes
+CODEC = "sign(feedback=false)"
+PACKET = bytes(parse_codec(CODEC).new_state(Parts.one(3), seed=0).encode(torch.ones(3), step=0).numpy())
 GOOD_RANK = 7777
 HELLOS = [Opening(token, sealed=sealed).hello() for token in (TOKEN, TOKEN[::-1]) for sealed in (False, True)]
 STRANGE = [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(501), b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"]
@@ -60,6 +64,7 @@ class Attacker:
 
     def __init__(self, cluster: Cluster, source: random.Random) -> None:
         self._state, self._source = cluster.server._state, source
+        self._packet = PACKET if cluster.rule.codec is not None else None
 
     def hello(self) -> bytes:
         return in_line(encode(Hello(-1, 0, os.getpid(), "here", False, MODEL)))
@@ -78,6 +83,8 @@ class Attacker:
         if source.random() < (0.9 if isinstance(message, PushMessage) else 0.03):
             count = UP // 4 if source.random() < 0.95 else source.randrange(100)
             tensors = struct.pack("<f", self._real() if source.random() < 0.3 else 1.0) * count
+            if self._packet is not None:
+                tensors = mutated(self._packet, source) if source.random() < 0.7 else self._packet
         data = in_line(head, tensors)
         if source.random() < 0.003:  # nothing behind it is where it should be
             lengths = LENGTHS.pack(source.choice([0, 7, 2**20, 2**32 - 1]), source.choice([0, UP, 2**40, 2**64 - 2]))
@@ -190,12 +197,16 @@ def under(ciphers: Ciphers | None, data: bytes) -> bytes:
     return len(sealed).to_bytes(2, "big") + sealed
 
 
-@pytest.mark.parametrize("count", quick([20_000, 100_000], 20_000))
-def test_messages_that_no_worker_should_send(count: int) -> None:
+@pytest.mark.parametrize(
+    "case",
+    quick([(20_000, None), (100_000, None), (10_000, CODEC), (100_000, CODEC)], (20_000, None), (10_000, CODEC)),
+)
+def test_messages_that_no_worker_should_send(case: tuple[int, str | None]) -> None:
+    count, codec = case
     source = random.Random(11)
     logging.disable(logging.CRITICAL)
     try:
-        with Cluster("k-batch-async(k=2)", workers=2) as cluster:
+        with Cluster("k-batch-async(k=2)", workers=2, codec=codec) as cluster:
             good = Hand(cluster, GOOD_RANK)
             sealed_address = cluster.listener.bind("tcp://127.0.0.1:0", sealed=True)
             good.say(DATA)

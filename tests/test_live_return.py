@@ -132,20 +132,27 @@ def test_a_worker_comes_back_after_computing(cluster: Cluster, network: Network,
     assert times_used(cluster) == [1.0] * COUNT
 
 
+BOTH = "cast(both=true)"  # of numbers that lose nothing by it
+
+
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "codec"),
     [
-        "sync",
-        "k-sync(k=2)",
-        "k-batch-async(k=3)",
-        "ssp(bound=1)",
-        "downpour(period=3)",
-        "gradient-coding(stragglers=1)",
-        "easgd(period=3, alpha=0.4, order=round-robin)",
-        "draco(faulty=1)",
+        ("sync", None),
+        ("k-sync(k=2)", None),
+        ("k-batch-async(k=3)", None),
+        ("ssp(bound=1)", None),
+        ("downpour(period=3)", None),
+        ("gradient-coding(stragglers=1)", None),
+        ("easgd(period=3, alpha=0.4, order=round-robin)", None),
+        ("draco(faulty=1)", None),
+        ("k-sync(k=2)", BOTH),
+        ("k-batch-async(k=3)", BOTH),
+        ("downpour(period=3)", BOTH),
+        ("easgd(period=3, alpha=0.4)", "top-k(density=0.1)"),
     ],
 )
-def test_connections_that_are_lost_again_and_again(policy: str) -> None:
+def test_connections_that_are_lost_again_and_again(policy: str, codec: str | None) -> None:
     workers, epochs = 3, 6
     begun = threading.Event()  # with the cutting: nobody is done before that
     done = threading.Event()  # of the first: nobody is cut off while leaving, for then the server would not hear of it
@@ -162,7 +169,7 @@ def test_connections_that_are_lost_again_and_again(policy: str) -> None:
             done.set()
         all_done.wait(DEADLINE)
 
-    with Cluster(policy, seen_state(COUNT), workers=workers) as cluster:
+    with Cluster(policy, seen_state(COUNT), workers=workers, codec=codec) as cluster:
         networks = [Network(cluster.tcp_address) for _ in range(workers)]
 
         def one(rank: int) -> None:

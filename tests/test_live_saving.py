@@ -84,7 +84,8 @@ class Watched(ServerRun):
         parsed = parse_policy(policy)
         assert isinstance(parsed, ServerPolicy)
         run = Run(path, resume=resume)
-        settings: dict[str, Any] = {"seed": 7, "save_every": None, "log_every": 1, "on_nan": "stop", **options}
+        defaults = {"seed": 7, "save_every": None, "log_every": 1, "on_nan": "stop", "codec": None}
+        settings: dict[str, Any] = {**defaults, **options}
         super().__init__(train_state, workers=WORKERS, policy=parsed, run=run, **settings)
         self.commits: list[CommitSummary] = []
         self.then: Callable[[], None] = lambda: None

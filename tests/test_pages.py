@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as package
 from paceline.aggregators import AGGREGATORS
 from paceline.attacks import ATTACKS
+from paceline.codecs import CODECS
 from paceline.commands.cli import cli
 
 README = REPOSITORY / "README.md"
@@ -130,6 +131,7 @@ def anchors(page: Path) -> set[str]:
         ("README.md", [*package.POLICIES]),
         ("docs/policies.md", [*package.POLICIES, *AGGREGATORS]),
         ("docs/command.md", [*ATTACKS]),
+        ("docs/codecs.md", [*CODECS]),
     ],
 )
 def test_the_tables_have_what_exists(page: str, there: list[str]) -> None:

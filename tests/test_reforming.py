@@ -119,7 +119,14 @@ def train(
         "cancelled": cancelled,
         "owed": session._data.owed,
         "policy": session.policy,
+        "made": made_by_codec(session),
     }
+
+
+def made_by_codec(session: PeersSession) -> int | None:
+    """The sums that the worker's codec has made, and remembers."""
+    coding = session._exchange.coding
+    return None if coding is None else max(each["made"] for each in coding.state_dict().values())
 
 
 def check(world: Mortals, found: list[dict[str, Any]], survivors: int | None = None, epochs: int = EPOCHS) -> None:
@@ -550,3 +557,34 @@ def test_models_that_differ_are_found_when_one_joins(world: Mortals) -> None:
 
     with pytest.raises(paceline.UsageError, match="worker 1 has another model than worker 0"):
         world(2, work, respawn=True)
+
+
+CODED = "top-k(density=0.1)"
+
+
+@pytest.mark.parametrize("policy", quick(POLICIES[:-1], "all-reduce", "local-sgd(every=3)", "sync-easgd"))
+def test_codecs_of_survivors_remember_and_those_of_newcomers_do_not(world: Mortals, policy: str) -> None:
+    found = world(3, lambda life: train(life, policy, die_before=5, evaluate=True, codec=CODED), respawn=True)
+    check(world, found, 3)
+    if policy == "all-reduce":
+        assert sorted(each["made"] == each["steps"] for each in found) == [False, True, True]
+
+
+@pytest.mark.parametrize("policy", quick(POLICIES[:-1], *POLICIES[:2]))
+@pytest.mark.parametrize("call", quick(range(CALLS), 16, 21, 25, 30, 41))
+@pytest.mark.parametrize("fate", quick(["die before", "die after"], "die before"))
+def test_one_may_die_at_any_call_of_a_codec(world: Mortals, policy: str, call: int, fate: Fate) -> None:
+    """What the others' codecs remember is that of before the step which all make again."""
+    fates = at_call({(call % 3, 1, call): fate})
+    found = world(3, lambda life: train(life, policy, epochs=1, evaluate=True, codec=CODED), fates)
+    check(world, found, epochs=1)
+    if policy == "all-reduce":
+        assert all(each["made"] == each["steps"] for each in found)
+
+
+@pytest.mark.parametrize("policy", quick(POLICIES[:-1], *POLICIES[:2]))
+@pytest.mark.parametrize("call", quick(range(14, CALLS), 18, 22, 27, 31))
+def test_one_that_missed_a_coded_sum_catches_up(world: Mortals, policy: str, call: int) -> None:
+    fates: dict[tuple[int, int, int], Fate] = {(0, 1, call): "die after", (1, 1, call): "lose"}
+    found = world(3, lambda life: train(life, policy, epochs=2, evaluate=True, codec=CODED), at_call(fates))
+    check(world, found, epochs=2)

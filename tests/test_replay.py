@@ -53,6 +53,21 @@ def test_all_server_policies_are_here() -> None:
     assert {policy.partition("(")[0] for policy in RUNS} == servers
 
 
+CODED = [
+    ("k-sync(k=2)", "top-k(density=0.1)"),
+    ("k-batch-sync(k=4)", "sign(both=true)"),
+    ("k-batch-async(k=3)", "qsgd(raw_below=0, both=true)"),
+    ("downpour(period=3)", "threshold(tau=0.001, both=true)"),
+]
+
+
+@pytest.mark.parametrize(("policy", "codec"), CODED)
+def test_a_run_with_a_codec_is_equal_to_the_last_bit(policy: str, codec: str, tmp_path: Path, paceline: Any) -> None:
+    run = record(tmp_path, policy, codec=codec)
+    found = json.loads(paceline("replay", str(run), "--json").out)
+    assert found["equal"] is True and found["pushes"] > 0
+
+
 @pytest.mark.parametrize("policy", RUNS)
 def test_a_run_is_equal_to_the_last_bit(policy: str, tmp_path: Path, paceline: Any) -> None:
     run = record(tmp_path, policy, **RUNS[policy])

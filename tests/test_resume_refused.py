@@ -311,3 +311,11 @@ def test_a_checkpoint_made_under_a_server_is_refused_without_one(crashed: Path) 
         write_checkpoint(file, {**state, "session": {**state["session"], "policy": "async"}})
     with pytest.raises(CheckpointError, match=r"made under async, and the run is to go on under all-reduce: only one"):
         train(crashed, resume=True)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "sign"), ("sign", None), ("sign", "cast(to=fp16)")])
+def test_another_codec_is_refused(before: str | None, after: str | None, tmp_path: Path) -> None:
+    train(tmp_path, crash_at=10, codec=before)
+    with pytest.raises(CheckpointError, match=rf"go on with the same: codec='{before or 'none'}'"):
+        train(tmp_path, resume=True, codec=after)
+    train(tmp_path, resume=True, codec=before)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
+from paceline.codecs import read_codec
 from paceline.errors import CommError, UsageError
 from paceline.record.checkpoint import read_checkpoint
 from paceline.server.client import Client
@@ -302,9 +303,17 @@ def test_a_worker_whose_connection_to_one_server_is_lost_comes_back() -> None:
 # Checkpoints --------------------------------------------------------------------------------------------------------
 
 
-def saved_after(folder: Path, turns: range, servers: int, *, resume: Path | None = None, policy: str = "async") -> Path:
+def saved_after(
+    folder: Path,
+    turns: range,
+    servers: int,
+    *,
+    resume: Path | None = None,
+    policy: str = "async",
+    codec: str | None = None,
+) -> Path:
     """A checkpoint after one worker's pushes, gone on from another if one is given."""
-    with Watched(folder / "run", adam(clip_norm=0.7), policy) as host:
+    with Watched(folder / "run", adam(clip_norm=0.7), policy, codec=read_codec(codec)) as host:
         if resume is not None:
             host.stand_at(host._run_state.load(read_checkpoint(resume)))
         cluster = ShardedCluster(
@@ -315,6 +324,7 @@ def saved_after(folder: Path, turns: range, servers: int, *, resume: Path | None
             workers=1,
             host=host,
             version=host.steps,
+            codec=codec,
         )
         host._shards = cluster.shards
         with pushers(cluster, [Model()]) as (worker,):
@@ -332,6 +342,15 @@ def test_a_run_of_two_servers_goes_on_with_another_number(tmp_path: Path, server
     rest = saved_after(tmp_path / "rest", range(8, 16), servers, resume=half, policy=policy)
     assert ("remembered" in parts_of(half)["trainee"]) == (policy != "async")
     assert_same(parts_of(half)["session"]["steps"], 8)
+    assert_same(parts_of(rest), parts_of(undisturbed))
+
+
+@pytest.mark.parametrize("codec", ["cast(to=bf16)", "qsgd(levels=3, bucket=8, raw_below=0)", "sign(feedback=false)"])
+def test_a_run_with_a_codec_that_remembers_nothing_goes_on_to_the_bit(tmp_path: Path, codec: str) -> None:
+    """With the same number of servers, since each has a packet of its own."""
+    undisturbed = saved_after(tmp_path / "whole", range(16), 2, codec=codec)
+    half = saved_after(tmp_path / "half", range(8), 2, codec=codec)
+    rest = saved_after(tmp_path / "rest", range(8, 16), 2, resume=half, codec=codec)
     assert_same(parts_of(rest), parts_of(undisturbed))
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from paceline.codecs import Parts, parse_codec
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
@@ -22,7 +23,7 @@ from paceline.problems.synthetic import make_quadratic
 from paceline.seeding import derive_seed, seed_streams
 from paceline.virtual.batches import BatchQueue
 from paceline.virtual.plan import TrainingOutcome, TrainingPlan
-from paceline.virtual.simulate import Scenario
+from paceline.virtual.simulate import Scenario, Simulated
 from paceline.virtual.training import ServerTraining, SimulatedTraining, begin_training, simulate_training
 
 SGD = "sgd(lr=0.05, momentum=0.5)"
@@ -217,6 +218,24 @@ def test_bytes_are_those_of_the_model() -> None:
     run.finish()
     assert run._work.nbytes == 4 * 33
     assert run.outcome().run.bytes_in == run.outcome().run.pushes * 4 * 33
+
+
+def coded(codec: str | None) -> Simulated:
+    problem = make_quadratic(dim=4096, num_examples=64, noise=0.05, seed=1)
+    plan = TrainingPlan(problem=problem, optimizer="sgd(lr=0.01)", batch_size=4, codec=codec)
+    scenario = Scenario(policy="k-sync(k=2)", workers=3, delay="0.01", link="1ms 10Mbit/s")
+    return simulate_training(scenario, plan, commits=20).run
+
+
+def test_with_a_codec_messages_cost_the_bytes_of_their_packets() -> None:
+    plain, up, both = (coded(codec) for codec in (None, "sign", "sign(both=true)"))
+    state = parse_codec("sign").new_state(Parts.one(4096), seed=0)
+    packet = state.encode(torch.randn(4096), step=0).numel()
+    assert packet < 4 * 4096 / 25
+    assert up.bytes_in % packet == 0 and 40 <= up.bytes_in / packet <= 60, "two of three are committed"
+    assert up.bytes_out % (4 * 4096) == 0
+    assert (both.bytes_out - 3 * 4 * 4096) % packet == 0, "all parameters, once for each worker"
+    assert plain.seconds > 1.2 * up.seconds > 2 * both.seconds
 
 
 def test_what_is_known_in_the_middle() -> None:

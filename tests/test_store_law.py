@@ -19,12 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed import Listed, Turn
 from live import TOKEN
+from quick import in_turn
 from same_bits import assert_same
 from sharded import ShardedCluster
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from paceline.aggregators import AGGREGATORS, parse_aggregator
+from paceline.codecs import CODECS as CODECS_BY_NAME
+from paceline.codecs import parse_codec
 from paceline.data.numbered import NumberedBatches
 from paceline.data.sampler import ShardedSampler
 from paceline.delays.delay import Changed, Constant, Factors
@@ -96,6 +99,7 @@ class Case:
     times: Sequence[int]  # of steps, in the order in which they begin; from the first again when all are over
     ends: bool  # with the data, or after as many pushes as that has batches
     clip_norm: float | None = None
+    codec: str | None = None
 
     @property
     def epochs(self) -> int:
@@ -134,7 +138,7 @@ class Noting(GradientWork):
     """Notes who ended a step, in order, and when there have been enough."""
 
     def __init__(self, case: Case) -> None:
-        plan = TrainingPlan(problem=case.problem, optimizer=CONFIG.optimizer, batch_size=BATCH)
+        plan = TrainingPlan(problem=case.problem, optimizer=CONFIG.optimizer, batch_size=BATCH, codec=case.codec)
         scenario = Scenario(policy=case.policy, workers=WORKERS, seed=SEED)
         super().__init__(plan, scenario, case.policy, Curve(case.problem, ()))
         self.ended: list[int] = []
@@ -254,8 +258,10 @@ def on_live_server(case: Case, order: Sequence[int], servers: int, trace: Path) 
 
     Also give whether each has a step that it has not pushed.
     """
-    writer = TraceWriter(trace, {"world_size": WORKERS, "seed": SEED, "policy": case.told})
-    cluster = ShardedCluster(case.policy, case.train_state, servers=servers, workers=WORKERS, trace=writer, seed=SEED)
+    about = {"world_size": WORKERS, "seed": SEED, "policy": case.told, "codec": case.codec, "servers": servers}
+    writer = TraceWriter(trace, about)
+    options: dict[str, Any] = {"workers": WORKERS, "trace": writer, "seed": SEED, "codec": case.codec}
+    cluster = ShardedCluster(case.policy, case.train_state, servers=servers, **options)
     with cluster, contextlib.closing(writer):
         workers = []
         for rank in range(WORKERS):
@@ -277,10 +283,10 @@ def on_live_server(case: Case, order: Sequence[int], servers: int, trace: Path) 
 # Again from the trace ------------------------------------------------------------------------------------------------
 
 
-def replayed_as_problem(case: Case, trace: Path) -> Outcome:
+def replayed_as_problem(case: Case, trace: Path, servers: int = 1) -> Outcome:
     plan = read_plan(Trace(trace))
-    config = replace(CONFIG, policy=case.told)
-    replay = ProblemReplay(config, case.problem, plan, seed=SEED, workers=WORKERS)
+    config = replace(CONFIG, policy=case.told, codec=case.codec)
+    replay = ProblemReplay(config, case.problem, plan, seed=SEED, workers=WORKERS, servers=servers)
     object.__setattr__(replay.train_state, "clip_norm", case.clip_norm)
     replayed = replay.run()
     assert replayed.difference is None
@@ -330,9 +336,13 @@ def assert_all_the_same(case: Case) -> None:
     with TemporaryDirectory() as folder:
         trace, other_trace = Path(folder) / "one.bin", Path(folder) / "two.bin"
         live, has_step = on_live_server(case, order, 1, trace)
-        assert_same(on_live_server(case, order, 2, other_trace), (live, has_step))
+        several = 1 if case.codec is not None and "both" in case.codec else 2  # servers
+        parted, _ = on_live_server(case, order, several, other_trace)
+        if case.codec is None:  # else every server's part has its own packet
+            assert_same(parted, live)
         assert_same(replayed_as_problem(case, trace), live)
-        assert_same(replayed_as_script(case, other_trace, order, has_step), live)
+        assert_same(replayed_as_problem(case, other_trace, servers=several), parted)
+        assert_same(replayed_as_script(case, other_trace, order, has_step), parted)
     if case.clip_norm is None:  # which the virtual cluster knows nothing of
         assert_same(virtual, live)
 
@@ -415,3 +425,35 @@ def test_all_policies_come_to_the_same_bits_under_all_who_drive(name: str, norm:
     policy = parse_policy(name + OPTIONS.get(name, "(k=2)" if name.startswith("k-") else ""))
     assert isinstance(policy, ServerPolicy)
     assert_all_the_same(Case(policy=policy, problem=make_problem(norm=norm), times=[3, 1, 4, 1, 5, 2], ends=False))
+
+
+CODECS = [  # so that something of the small model is coded, and something waits
+    "cast(to=fp8)",
+    "qsgd(levels=3, bucket=8, raw_below=0)",
+    "sign(bucket=8)",
+    "top-k(density=0.3, warm_up=2)",
+    "top-k(density=0.2, momentum=0.5, clip=1.0)",
+    "threshold(tau=0.05, adaptive=0.2)",
+    "power-sgd(rank=1)",
+]
+BOTH = ["cast(both=true)", "qsgd(levels=3, bucket=8, raw_below=0, both=true)", "top-k(density=0.3, both=true)"]
+CODED = ["sync", "k-sync(k=2)", "k-batch-sync(k=2)", "k-batch-async(k=2)", "downpour(period=2)"]
+EXCHANGED = ["easgd(period=2, alpha=0.4)", IN_TURN]
+
+
+COMBINED = [
+    *in_turn([*CODECS, *BOTH], CODED),
+    *in_turn([codec for codec in CODECS if "momentum" not in codec], EXCHANGED),
+]
+
+
+@pytest.mark.parametrize(("codec", "text"), COMBINED)
+def test_all_codecs_come_to_the_same_bits_under_all_who_drive(codec: str, text: str) -> None:
+    policy = parse_policy(text)
+    assert isinstance(policy, ServerPolicy)
+    problem = make_problem(norm=text in ("sync", IN_TURN))
+    assert_all_the_same(Case(policy=policy, problem=problem, times=[3, 1, 4, 1, 5, 2], ends=False, codec=codec))
+
+
+def test_the_law_has_every_codec() -> None:
+    assert {parse_codec(text).name for text in CODECS} == set(CODECS_BY_NAME)

@@ -170,7 +170,7 @@ BAD_BODIES = [
     (Mean, b'{"epoch":0,"key":"a","weight":' + b"9" * 400 + b',"values":[]}', "wanted float"),
     (Mean, b'{"epoch":0,"key":"a","weight":1.0,"values":[[1.0]]}', "Mean.values: wanted float"),
     (Mean, b'{"epoch":0,"key":"a","weight":1.0,"values":{}}', "Mean.values: wanted tuple"),
-    (Go, bytes(16) + b"\x02" + bytes(49), "wanted 0 or 1 for a flag, found 2"),
+    (Go, bytes(16) + b"\x02" + bytes(58), "wanted 0 or 1 for a flag, found 2"),
     (Skip, bytes(7), "wanted a body of 16 bytes, found 7"),
     (PushMessage, bytes(48), "wanted a body of at least 49 bytes, found 48"),
 ]

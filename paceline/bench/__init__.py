@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from paceline.bench import collectives, server, step
+from paceline.bench import codecs, collectives, server, step
 from paceline.bench.measuring import Row, be_worker, read_rows, result_file
 from paceline.launch.supervisor import supervise
 
 # By name: the function that every worker calls with the options, all together.
 BENCHES: dict[str, Callable[..., list[Row]]] = {
+    "codecs": codecs.measure,
     "collectives": collectives.measure,
     "step": step.measure,
     "server": server.measure,

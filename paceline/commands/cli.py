@@ -20,6 +20,7 @@ import click
 
 from paceline.commands.options import (
     PathType,
+    codec_option,
     delay_options,
     needs_server,
     processes_per_worker,
@@ -117,6 +118,7 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.option("--xavier", is_flag=True, help="Fill the model's weights by Xavier's rule.")
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
 @click.option("--policy", default="all-reduce", show_default=True, help="How the workers keep pace.")
+@codec_option
 @servers_option
 @delay_options
 @click.option("--attack", help='What hostile workers push, such as "sign-flip(scale=10)".')
@@ -569,12 +571,9 @@ def bench_collectives(ranks: tuple[int, ...], seconds: float, busy: int, quick: 
 def bench_step(models: tuple[str, ...], rounds: int, steps: int, quick: bool, as_json: bool) -> None:
     """Time a training step on two workers against the same step with only a barrier."""
     from paceline.bench import run_bench
-    from paceline.bench.workloads import WORKLOADS
     from paceline.report.table import print_table
 
-    for model in models:
-        if model not in WORKLOADS:
-            raise unknown_name("model", model, WORKLOADS)
+    _check_models(models)
     if min(rounds, steps) < 1:
         raise UsageError(f"--rounds and --steps must be at least 1, got {rounds} and {steps}")
     if quick:
@@ -585,6 +584,29 @@ def bench_step(models: tuple[str, ...], rounds: int, steps: int, quick: bool, as
         return
     ratios = {"over_barrier": ".3f", "over_gloo": ".3f"}
     print_table(rows, {"model": "", "megabytes": ".1f", "batch": "d", "way": "", "step_ms": ".2f", **ratios})
+
+
+@bench.command("codecs")
+@click.option("--models", multiple=True, default=("mlp", "net3"), show_default=True)
+@click.option("--rounds", type=int, default=15, show_default=True)
+@click.option("--quick", is_flag=True, help="A run of seconds, to see that it works; measures nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def bench_codecs(models: tuple[str, ...], rounds: int, quick: bool, as_json: bool) -> None:
+    """Time all codecs on one core, against torch's own communication hooks."""
+    from paceline.bench import run_bench
+    from paceline.report.table import print_table
+
+    _check_models(models)
+    if rounds < 1:
+        raise UsageError(f"--rounds must be at least 1, got {rounds}")
+    if quick:
+        models, rounds = ("net3",), 1
+    rows = run_bench("codecs", 1, models=models, rounds=rounds)
+    if as_json:
+        print(json.dumps({"rounds": rounds, "rows": rows}))
+        return
+    rates = {"encode_gb_s": ".2f", "decode_gb_s": ".2f", "reduce_ms": ".2f"}
+    print_table(rows, {"model": "", "megabytes": ".1f", "way": "", "bytes": "d", "ratio": ".1f", **rates})
 
 
 @bench.command("server")
@@ -611,6 +633,14 @@ def bench_server(rounds: int, trips: int, quick: bool, as_json: bool) -> None:
     print_table(rows, {"bytes": "d", "way": "", "trip_us": ".0f", "per_second": ".0f", "rpc_ratio": ".2f"})
     together = f"{rate['workers']} workers of {rate['bytes']} bytes at once"
     print(f"{together}: {rate['pushes_per_second']:.0f} pushes a second")
+
+
+def _check_models(models: Sequence[str]) -> None:
+    from paceline.bench.workloads import WORKLOADS
+
+    for model in models:
+        if model not in WORKLOADS:
+            raise unknown_name("model", model, WORKLOADS)
 
 
 def _check_ranks(ranks: Sequence[int]) -> None:

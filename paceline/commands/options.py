@@ -36,6 +36,20 @@ def servers_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--servers", type=int, default=1, show_default=True, help=text)(command)
 
 
+def codec_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option for the codec."""
+    text = 'Make what is exchanged fewer bytes, such as "top-k(density=0.001)"; "none" for none.'
+    return click.option("--codec", help=text)(command)
+
+
+def check_codec(codec: str | None) -> None:
+    """Raise if there is no such codec."""
+    if codec is not None:  # else torch need not be imported
+        from paceline.codecs import read_codec
+
+        read_codec(codec)
+
+
 def needs_server(policy: str | None, asked_by: str | None, workers: int | None) -> bool:
     """Whether a policy has a parameter server; raise if it has none and ``asked_by`` needs one.
 

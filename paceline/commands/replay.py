@@ -73,7 +73,9 @@ def _replay_problem(
     options, about, plan = train_config(run, config), trace.about, read_plan(trace)
     with as_recorded(about):
         problem = load_config_problem(options)
-        replaying = ProblemReplay(options, problem, plan, seed=about["seed"], workers=about["world_size"])
+        replaying = ProblemReplay(
+            options, problem, plan, seed=about["seed"], workers=about["world_size"], servers=about.get("servers", 1)
+        )
         with progress_bar() as tell:
             return replaying, replaying.run(until, lambda done, total: tell(f"replaying {run}", done, total))
 

@@ -21,6 +21,7 @@ _TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": F
 @click.command(context_settings=_TAKES_A_COMMAND)
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes on this host.")
 @click.option("--policy", help="How the workers keep pace, whatever the script says.")
+@options.codec_option
 @options.servers_option
 @options.delay_options
 @click.option("--join", "address", metavar="HOST:PORT", help="Join a running server, started by serve.")
@@ -30,6 +31,7 @@ _TAKES_A_COMMAND = {"ignore_unknown_options": True, "allow_interspersed_args": F
 def run(
     workers: int,
     policy: str | None,
+    codec: str | None,
     servers: int,
     respawn: bool,
     delay: str | None,
@@ -66,6 +68,7 @@ def run(
         delay=options.read_delay(delay, delay_unit, here),
         servers=servers,
     )
+    options.check_codec(codec)
     learners = 1
     if policy is not None and address is None:
         from paceline.commands.learners import settle_learners
@@ -77,6 +80,7 @@ def run(
         command,
         workers=workers * learners,
         policy=policy,
+        codec=codec,
         per_device=learners,
         on_report=ending.hear,
         on_stop=ending.tell,
@@ -89,6 +93,7 @@ def run(
 @options.servers_option
 @click.option("--bind", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Where to listen.")
 @click.option("--policy", help="How the workers keep pace, whatever the script says.")
+@options.codec_option
 @click.option(
     "--token-file",
     type=_FILE,
@@ -101,6 +106,7 @@ def serve(
     servers: int,
     bind: str,
     policy: str | None,
+    codec: str | None,
     token_file: Path | None,
     trusted_network: bool,
     command: tuple[str, ...],
@@ -115,6 +121,7 @@ def serve(
     from paceline.launch.supervisor import check_command, supervise
 
     options.needs_server(policy, "serve", workers)
+    options.check_codec(codec)
     check_command(command, workers)
     where = read_bind(bind)
     token, file = find_or_make_token(token_file)
@@ -129,6 +136,7 @@ def serve(
             options += [] if file is None else ["--token-file", str(file)]
             options += ["--trusted-network"] if trusted_network else []
             options += [] if policy is None else ["--policy", policy]
+            options += [] if codec is None else ["--codec", codec]
             # One write: the server's own output may come between any two.
             sys.stdout.write(
                 f"serving at tcp://{address}\n"
@@ -138,7 +146,15 @@ def serve(
             sys.stdout.flush()
 
     server = ServerOptions(alone=True, bind=where, trusted=trusted_network, token=token, servers=servers)
-    return supervise(command, workers=workers, policy=policy, on_report=hear, on_stop=ending.tell, server=server)
+    return supervise(
+        command,
+        workers=workers,
+        policy=policy,
+        codec=codec,
+        on_report=hear,
+        on_stop=ending.tell,
+        server=server,
+    )
 
 
 class _Ending:

@@ -18,6 +18,7 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *_MASTER, "T
 REPORT_DESCRIPTOR = "PACELINE_REPORT_FD"
 SUPERVISOR = "PACELINE_SUPERVISOR_PID"
 POLICY = "PACELINE_POLICY"
+CODEC = "PACELINE_CODEC"
 PROBE = "PACELINE_PROBE"
 _SERVER = "PACELINE_SERVER"
 TOKEN = "PACELINE_TOKEN"
@@ -146,6 +147,11 @@ def read_rank_and_size() -> tuple[int, int] | None:
 def asked_policy(environment: Mapping[str, str] | None = None) -> str | None:
     """The policy given by ``paceline run --policy``, if any."""
     return (os.environ if environment is None else environment).get(POLICY) or None
+
+
+def asked_codec() -> str | None:
+    """The codec given by ``paceline run --codec``, if any."""
+    return os.environ.get(CODEC) or None
 
 
 def asked_probe() -> float | None:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from paceline.launch.environment import POLICY, SERVICE, SUPERVISOR, TORCHRUN, ServerAssignment, server_variables
+from paceline.launch.environment import CODEC, POLICY, SERVICE, SUPERVISOR, TORCHRUN, ServerAssignment, server_variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class ProcessEnvironment:
     port: int | None = None  # of the store of torch.distributed; None if the workers have none
     assignment: ServerAssignment | None = None
     policy: str | None = None
+    codec: str | None = None
     per_device: int = 1  # workers that share a device, and so a local rank
     base: Mapping[str, str] | None = None
 
@@ -64,7 +65,8 @@ class ProcessEnvironment:
             **brief_spinning(self._outer),
         }
         fixed = {name: str(value) for name, value in world.items()}
-        asked = {} if self.policy is None else {POLICY: self.policy}
+        options = {POLICY: self.policy, CODEC: self.codec}
+        asked = {name: text for name, text in options.items() if text is not None}
         service = {} if assignment is None else server_variables(assignment)
         return {**defaults, **inherited, **fixed, **asked, **service, SUPERVISOR: str(os.getpid())}
 

@@ -30,6 +30,7 @@ def supervise(
     *,
     workers: int,
     policy: str | None = None,
+    codec: str | None = None,
     per_device: int = 1,
     environment: Mapping[str, str] | None = None,
     on_report: Callable[[int, dict[str, Any]], None] | None = None,
@@ -63,7 +64,13 @@ def supervise(
             assignment = replace(assignment, log_fd=stack.enter_context(open_run_log()))
         processes = stack.enter_context(Processes(on_report))
         process_environment = ProcessEnvironment(
-            workers=workers, port=port, assignment=assignment, policy=policy, per_device=per_device, base=environment
+            workers=workers,
+            port=port,
+            assignment=assignment,
+            policy=policy,
+            codec=codec,
+            per_device=per_device,
+            base=environment,
         )
         service = Service(processes, command, process_environment, options)
         started = time.time()

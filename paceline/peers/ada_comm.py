@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.peers.coding import Coding
 from paceline.peers.group import Peers
 from paceline.peers.periodic import PeriodicExchange
 from paceline.policies import AdaComm, Progress
@@ -57,8 +58,8 @@ class _Losses:
 class AdaCommExchange(PeriodicExchange):
     """Average the models of ``peers``, and on the way the losses on which the policy's next period depends."""
 
-    def __init__(self, model: nn.Module, peers: Peers, policy: AdaComm) -> None:
-        super().__init__(model, peers, policy)
+    def __init__(self, model: nn.Module, peers: Peers, policy: AdaComm, coding: Coding | None = None) -> None:
+        super().__init__(model, peers, policy, coding)
         self._window = policy.window
         self._losses = _Losses()
 
@@ -77,7 +78,7 @@ class AdaCommExchange(PeriodicExchange):
         return self._losses.told()
 
     def exchange(self, progress: Progress) -> bool:
-        means = self.average()
+        means = self.average_changes()
         self.agreed()
         self._losses.hear(*means.numbers)
         if progress.steps >= self._losses.window_end:

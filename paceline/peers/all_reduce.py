@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn import Parameter
 
 from paceline.peers.exchange import BackwardPass, PeersExchange
 from paceline.peers.group import Peers
@@ -20,13 +21,13 @@ class AllReduceExchange(PeersExchange):
 
     def __init__(self, model: nn.Module, peers: Peers, policy: AllReduce) -> None:
         super().__init__(model, peers)
-        self._reducer = Reducer(
-            [(name, parameter) for name, parameter in model.named_parameters()],
-            peers,
-            policy,
-            sparse=sparse_parameters(model),
-        )
+        self._reducer = self.make_reducer(list(model.named_parameters()), policy, sparse_parameters(model))
         self._accumulated: list[tuple[int, int | None]] = []  # examples and total of the passes kept so far
+
+    def make_reducer(
+        self, parameters: Sequence[tuple[str, Parameter]], policy: AllReduce, sparse: frozenset[str]
+    ) -> Reducer:
+        return Reducer(parameters, self._peers, policy, sparse)
 
     def accumulate(self, *, examples: int, total: int | None) -> None:
         self._reducer.disarm()

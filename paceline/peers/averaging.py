@@ -94,6 +94,9 @@ class Averager:
         self._sums = []
         return Means([values[place] for place in sorted(values)] if total else None, stop > 0, tuple(numbers))
 
+    def settle(self) -> None:
+        """All workers use the means."""
+
     def _flat(self, dtype: torch.dtype, count: int) -> Tensor:
         if dtype not in self._flats or len(self._flats[dtype]) != count:
             self._flats[dtype] = self._peers.buffer(count, dtype, self._peers.device)
@@ -116,6 +119,11 @@ def exchanged_dtype(tensor: Tensor) -> torch.dtype:
 def is_continuous(tensor: Tensor) -> bool:
     """Whether a mean of such tensors makes sense."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """A copy in at least single precision."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
 def as_real(tensor: Tensor) -> Tensor:

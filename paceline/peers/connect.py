@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from paceline.codecs import Codec, Sign, TopK
 from paceline.errors import UsageError
 from paceline.peers.ada_comm import AdaCommExchange
 from paceline.peers.all_reduce import AllReduceExchange
+from paceline.peers.coded_reducer import CodedAllReduceExchange
+from paceline.peers.coding import Coding
 from paceline.peers.diloco import DiLoCoExchange
 from paceline.peers.elastic import ElasticExchange
 from paceline.peers.exchange import Alone, Exchange, PeersExchange, check_same_model
@@ -38,20 +42,36 @@ from paceline.policies import (
 class MakeExchange(Protocol):
     """Makes the exchange of a policy for one worker; all workers must call it together."""
 
-    def __call__(self, model: nn.Module, peers: Peers, policy: Any) -> PeersExchange: ...
+    def __call__(self, model: nn.Module, peers: Peers, policy: Any, coding: Coding | None = None) -> PeersExchange: ...
+
+
+def _all_reduce(model: nn.Module, peers: Peers, policy: AllReduce, coding: Coding | None = None) -> AllReduceExchange:
+    if coding is None:
+        return AllReduceExchange(model, peers, policy)
+    return CodedAllReduceExchange(model, peers, policy, coding)
+
+
+def _uncoded(make: Callable[[nn.Module, Peers, Any], PeersExchange]) -> MakeExchange:
+    """The exchange of a policy under which no codec can be used."""
+
+    def made(model: nn.Module, peers: Peers, policy: Any, coding: Coding | None = None) -> PeersExchange:
+        assert coding is None, "refused by check_codec"
+        return make(model, peers, policy)
+
+    return made
 
 
 EXCHANGES: dict[type[PeersPolicy], MakeExchange] = {
-    AllReduce: AllReduceExchange,
+    AllReduce: _all_reduce,
     LocalSGD: PeriodicExchange,
     PostLocalSGD: PeriodicExchange,
     AdaComm: AdaCommExchange,
     DiLoCo: DiLoCoExchange,
     SyncEASGD: ElasticExchange,
     SMA: ElasticExchange,
-    Gossip: GossipExchange,
-    Hogwild: make_hogwild,
-    HogwildEASGD: HogwildEASGDExchange,
+    Gossip: _uncoded(GossipExchange),
+    Hogwild: _uncoded(make_hogwild),
+    HogwildEASGD: _uncoded(HogwildEASGDExchange),
 }
 
 
@@ -77,17 +97,17 @@ def find_peers(
     return peers if peers.size > 1 else None
 
 
-def begin_exchange(model: nn.Module, policy: Policy, peers: Peers | None) -> Exchange:
+def begin_exchange(model: nn.Module, policy: Policy, peers: Peers | None, codec: Codec | None = None) -> Exchange:
     """Begin a run: give all workers the parameters of worker 0, raise if one has another model, make the exchange."""
     if peers is not None and isinstance(policy, PeersPolicy):
         check_same_model(model, peers)
         with peers.explain("receiving the parameters of worker 0"):
             for tensor in [*model.parameters(), *model.buffers()]:
                 send_tensors([tensor], peers)
-    return make_exchange(model, policy, peers)
+    return make_exchange(model, policy, peers, codec)
 
 
-def make_exchange(model: nn.Module, policy: Policy, peers: Peers | None) -> Exchange:
+def make_exchange(model: nn.Module, policy: Policy, peers: Peers | None, codec: Codec | None = None) -> Exchange:
     """Make the exchange that a policy asks for; all workers must call it together."""
     if peers is None:
         return Alone()
@@ -96,7 +116,27 @@ def make_exchange(model: nn.Module, policy: Policy, peers: Peers | None) -> Exch
             f"policy {policy} needs a server, which only Paceline's own launcher starts; "
             f"run the script with: paceline run --workers N --policy '{policy}' script.py"
         )
-    return EXCHANGES[type(policy)](model, peers, policy)
+    coding = None if codec is None else Coding(codec, peers)
+    return EXCHANGES[type(policy)](model, peers, policy, coding)
+
+
+def check_codec(policy: Policy, codec: Codec | None) -> None:
+    """Raise if what workers exchange under a policy without a server cannot be sent by this codec."""
+    if codec is None or not isinstance(policy, PeersPolicy) or isinstance(policy, AllReduce):
+        return
+    if isinstance(policy, Gossip):
+        raise UsageError(
+            f"codec {codec} cannot be used under {policy}: a message has the parameters themselves, for another "
+            "neighbour than the last, so both ends know nothing that a difference could be sent to; use another policy"
+        )
+    if policy.shares_memory:
+        raise UsageError(f"codec {codec} cannot be used under {policy}: workers share memory, and send nothing")
+    corrected = isinstance(codec, TopK) and (codec.momentum or codec.clip)
+    if corrected or (isinstance(codec, Sign) and codec.vote == "majority"):
+        raise UsageError(
+            f"codec {codec} is for gradients, and under {policy} workers send changes of parameters, which momentum, "
+            "clipping or a vote would make wrong; leave the option out, or use the policy all-reduce"
+        )
 
 
 def check_processes(policy: Policy, processes: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.codecs import Codec, read_codec
 from paceline.launch.environment import read_rank_and_size
 from paceline.peers.connect import begin_exchange, device_of, find_peers
 from paceline.peers.exchange import BackwardPass
@@ -26,6 +27,7 @@ class DistributedDataParallel(nn.Module):
         process_group: any ``torch.distributed`` group; the default one, made from torchrun's variables if need be.
         bucket_cap_mb: gradients are reduced in buckets of about this size.
         broadcast_buffers: copy worker 0's buffers to all before every training pass.
+        codec: how gradients become fewer bytes, such as ``"top-k(density=0.001)"``.
     """
 
     def __init__(
@@ -35,12 +37,13 @@ class DistributedDataParallel(nn.Module):
         *,
         broadcast_buffers: bool = True,
         process_group: Any = None,
+        codec: str | Codec | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         policy = AllReduce(bucket_cap_mb=bucket_cap_mb)
         peers = find_peers(device_of(module), policy, group=process_group, rank_and_size=read_rank_and_size())
-        self._exchange = begin_exchange(module, policy, peers)
+        self._exchange = begin_exchange(module, policy, peers, read_codec(codec))
         self._broadcast_buffers = broadcast_buffers
         self._synchronising = True
         self._passes = 0
@@ -69,6 +72,16 @@ class DistributedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
+
+    def codec_state(self) -> dict[str, Any]:
+        """What the codec remembers on this worker; save it for every worker, with its rank."""
+        coding = self._exchange.coding
+        return {} if coding is None else coding.state_dict()
+
+    def load_codec_state(self, state: dict[str, Any]) -> None:
+        """Go back to what ``codec_state`` gave on this worker."""
+        if self._exchange.coding is not None:
+            self._exchange.coding.load_state_dict(state)
 
     @staticmethod
     def _add_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:

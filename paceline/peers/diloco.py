@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
-from paceline.peers.averaging import Averager, Means, as_real, is_continuous
+from paceline.peers.averaging import Averager, Means, as_real, exact, is_continuous
+from paceline.peers.coding import Coding
 from paceline.peers.group import Peers
 from paceline.peers.periodic import PeriodicExchange
 from paceline.policies import DiLoCo, Progress
@@ -40,9 +41,9 @@ class _Place(NamedTuple):
 class _Fragment:
     """Some of the parameters, and their exchange under way."""
 
-    def __init__(self, places: Sequence[_Place], policy: DiLoCo, peers: Peers) -> None:
+    def __init__(self, places: Sequence[_Place], policy: DiLoCo, averager: Averager) -> None:
         self._places, self._policy = places, policy
-        self._averager = Averager(peers)
+        self._averager = averager
         self.means: Means | None = None  # of an exchange that has ended and is not merged yet
         self.examples = 0  # of this worker since the last exchange
         self.sent = 0  # those in the exchange under way
@@ -72,6 +73,7 @@ class _Fragment:
             news = [*(place.anchor for place in self._places), *values[len(self._places) :]]
             for tensor, new in zip(tensors, news, strict=True):
                 tensor.copy_(torch.lerp(tensor.to(new.dtype), new, 1 - self._policy.kept))
+        self._averager.settle()
         return stop
 
 
@@ -84,8 +86,8 @@ class DiLoCoExchange(PeriodicExchange):
 
     common_state = ("policy", "anchor", "outer_momentum", "merge_after", "means")
 
-    def __init__(self, model: nn.Module, peers: Peers, policy: DiLoCo) -> None:
-        super().__init__(model, peers, policy)
+    def __init__(self, model: nn.Module, peers: Peers, policy: DiLoCo, coding: Coding | None = None) -> None:
+        super().__init__(model, peers, policy, coding)
         self._diloco = policy
         self._given_up = 0  # the step up to which no exchange begins in the background
         self._begin_at_parameters()
@@ -95,10 +97,14 @@ class DiLoCoExchange(PeriodicExchange):
         self._places = []
         for parameter in self._trained:
             own = as_real(parameter)
-            anchor = own.to(torch.promote_types(own.dtype, torch.float32), copy=True)  # where small updates add up
+            anchor = exact(own)  # where small updates add up
             self._places.append(_Place(parameter, anchor, torch.zeros_like(anchor)))
         self._fragments = [
-            _Fragment([self._places[index] for index in indices], self._diloco, self._peers)
+            _Fragment(
+                [self._places[index] for index in indices],
+                self._diloco,
+                self.averager(",".join(map(str, indices)), len(indices)),
+            )
             for indices in self._diloco.cut([parameter.numel() for parameter in self._trained])
         ]
 
@@ -143,6 +149,9 @@ class DiLoCoExchange(PeriodicExchange):
         super().agreed()
         for fragment in self._fragments:
             fragment.examples = 0
+
+    def _agree(self) -> None:
+        """The anchor is what all have agreed on."""
 
     def give_up(self, steps: int) -> None:
         self._given_up = steps

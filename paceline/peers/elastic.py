@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CommError
-from paceline.peers.averaging import as_real, is_continuous
+from paceline.peers.averaging import as_real, exact, is_continuous
+from paceline.peers.coding import Coding
 from paceline.peers.exchange import BackwardPass
 from paceline.peers.group import Peers
 from paceline.peers.replicas import ReplicasExchange
@@ -28,8 +29,9 @@ class ElasticExchange(ReplicasExchange):
 
     common_state = ("highest", "central", "velocity")
 
-    def __init__(self, model: nn.Module, peers: Peers, policy: ElasticPolicy) -> None:
-        super().__init__(model, peers)
+    def __init__(self, model: nn.Module, peers: Peers, policy: ElasticPolicy, coding: Coding | None = None) -> None:
+        super().__init__(model, peers, coding)
+        self._corrections = self.averager("corrections", len(self._trained), equal=True)
         self._rule = policy.rule(peers.size)
         self._central: list[Tensor] = []  # of the parameters and then of the statistics
         self._velocity: list[Tensor] = []  # the last move of the central parameters
@@ -44,7 +46,7 @@ class ElasticExchange(ReplicasExchange):
         self._updates = progress.steps
         self._highest = self._highest or progress.rate
         if not self._central:
-            self._central = [_exact(tensor) for tensor in self._tensors()]
+            self._central = [exact(tensor) for tensor in self._tensors()]
             self._velocity = [torch.zeros_like(central) for central in self._central[: len(self._trained)]]
         self._differences = [torch.empty_like(central) for central in self._central]
 
@@ -97,11 +99,11 @@ class ElasticExchange(ReplicasExchange):
     def _start(self, *, now: bool) -> None:
         self._exchanging = True
         stop = self._backward.stop()
-        self._averager.start(self._differences, weight=1.0, tag=self._updates + 1, stop=stop, now=now)
+        self._corrections.start(self._differences, weight=1.0, tag=self._updates + 1, stop=stop, now=now)
 
     def _finish(self) -> bool:
         """Move the parameters and the central average; return whether a worker was asked to stop."""
-        means = self._averager.finish()
+        means = self._corrections.finish()
         assert means.values is not None, "all weights are 1"
         for velocity, mean in zip(self._velocity, means.values, strict=False):
             velocity.mul_(self._rule.momentum).add_(mean, alpha=self.world_size)
@@ -109,6 +111,7 @@ class ElasticExchange(ReplicasExchange):
             central.add_(move)
         for parameter, correction in zip(self._trained, self._differences, strict=False):
             as_real(parameter).sub_(correction)
+        self._corrections.settle()
         return means.stop
 
     def load_answer(self) -> None:
@@ -136,8 +139,3 @@ class ElasticExchange(ReplicasExchange):
         self._central, self._velocity = (
             [tensor.to(self._peers.device) for tensor in state.get(name, [])] for name in ("central", "velocity")
         )
-
-
-def _exact(tensor: Tensor) -> Tensor:
-    """A copy in at least single precision."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)

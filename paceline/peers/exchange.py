@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
+from paceline.peers.coding import Coding
 from paceline.peers.group import Peers
 from paceline.peers.reducer import Outcome
 from paceline.peers.tensors import averaged_dtype, send_tensors, share_state
@@ -40,6 +41,7 @@ class Exchange(Protocol):
     shares_parameters: bool  # whether all workers update the same parameters, while the rest of their states may differ
     records: bool  # whether the run is to be recorded
     step: Callable[[Optimizer], None] | None  # makes the step of an optimizer, if that is not its own ``step()``
+    coding: Coding | None  # what a codec remembers on this worker
 
     @property
     def num_bytes(self) -> int:
@@ -168,6 +170,7 @@ class Alone:
     shares_parameters = False
     records = False
     step: Callable[[Optimizer], None] | None = None
+    coding: Coding | None = None
 
     @property
     def num_bytes(self) -> int:

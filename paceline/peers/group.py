@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,27 @@ from torch import Tensor
 from paceline.collectives.descriptions import RANKS_DIFFER
 from paceline.collectives.register import NAME
 from paceline.errors import LostContactError, OutOfStepError
+
+
+class _Packets:
+    """The packets of all workers, on their way."""
+
+    def __init__(self, peers: Peers, own: Tensor, others: Sequence[int], sent: Sequence[Pending]) -> None:
+        self._peers, self._own, self._others, self._sent = peers, own, others, sent
+
+    def wait(self) -> list[Tensor]:
+        """Receive them; they are in the order of the ranks."""
+        peers = self._peers
+        packets = {peers.rank: self._own}
+        lengths = {other: torch.empty(1, dtype=torch.int64, device=peers.device) for other in self._others}
+        for work in [peers.receive(length, other) for other, length in lengths.items()]:
+            work.wait()
+        for other, length in lengths.items():
+            packets[other] = torch.empty(int(length), dtype=torch.uint8, device=peers.device)
+        full = [peers.receive(packet, other) for other, packet in packets.items() if other in lengths and len(packet)]
+        for work in [*full, *self._sent]:
+            work.wait()
+        return [packets[rank].cpu() for rank in range(peers.size)]
 
 
 class Pending(Protocol):
@@ -66,6 +87,10 @@ class Peers:
         spare_cores = getattr(self.group, "has_spare_cores", None)
         return spare_cores is None or bool(spare_cores())
 
+    def has_threads(self) -> bool:
+        """Whether another thread than this worker's may use the group."""
+        return not getattr(self.group, "takes_turns", False)
+
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, now: bool = False) -> Pending:
         """Start summing ``tensor`` over all workers, in place; ``now`` runs it here, which is faster than waiting."""
         self.traffic.num_bytes += _num_bytes(tensor)
@@ -85,6 +110,13 @@ class Peers:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         self.group.allgather([parts], [tensor]).wait()
         return parts
+
+    def gather_packets(self, packet: Tensor) -> _Packets:
+        """Start giving every worker the packets of all, whose sizes may differ; each goes to each receiver once."""
+        others = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
+        length = torch.tensor([len(packet)], device=self.device)
+        parts = [length, packet.to(self.device)] if len(packet) else [length]
+        return _Packets(self, packet, others, [self.send(part, other) for other in others for part in parts])
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Start sending ``tensor`` to one worker; it must not change until that has ended."""

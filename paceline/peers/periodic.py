@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from paceline.peers.averaging import Means, as_real, exact, is_continuous
+from paceline.peers.coding import Coding
 from paceline.peers.group import Peers
 from paceline.peers.replicas import ReplicasExchange
 from paceline.policies import Periodic, Progress
@@ -15,12 +18,18 @@ from paceline.policies import Periodic, Progress
 class PeriodicExchange(ReplicasExchange):
     """Average the models of ``peers`` when the policy says so."""
 
-    def __init__(self, model: nn.Module, peers: Peers, policy: Periodic) -> None:
-        super().__init__(model, peers)
+    def __init__(self, model: nn.Module, peers: Peers, policy: Periodic, coding: Coding | None = None) -> None:
+        super().__init__(model, peers, coding)
         self._policy = policy
+        self._changes = self.averager("parameters", len(self._trained))
+        self._agreed_on: list[Tensor] = []  # the parameters that all had last, where changes of them are sent
+        if coding is not None:
+            self.common_state = (*self.common_state, "agreed_on")
         self._due = 0  # the step of the next exchange; 0: the policy was not asked yet
 
     def started(self, progress: Progress) -> None:
+        if not self._agreed_on:
+            self._agree()
         due = progress.steps + self.period(progress)
         self._due = min(self._due or due, due)  # sooner if the run goes on with a shorter period
 
@@ -38,13 +47,44 @@ class PeriodicExchange(ReplicasExchange):
 
     def exchange(self, progress: Progress) -> bool:
         """Exchange what is due; return whether a worker was asked to stop, if all learn it now."""
-        stop = self.average().stop
+        stop = self.average_changes().stop
         self.agreed()
         return stop
 
+    def average_changes(self) -> Means:
+        """Average the models: under a codec, by what each worker has changed since all had the same parameters."""
+        if self.coding is None:
+            return self.average()
+        buffers = self.buffers()
+        trained = [as_real(parameter) for parameter in self._trained]
+        statistics = [as_real(buffer) for buffer in buffers if is_continuous(buffer)]
+        changes = [own - before for own, before in zip(trained, self._agreed_on, strict=True)]
+        stop, weight, numbers = self._backward.stop(), self.weight(), self.numbers()
+        self._changes.start(
+            [*changes, *statistics], weight=weight, tag=self._steps, stop=stop, numbers=numbers, now=True
+        )
+        means = self._changes.finish()
+        self.follow_counts(buffers)
+        if means.values is not None:
+            news = [*map(torch.add, self._agreed_on, means.values), *means.values[len(changes) :]]
+            for tensor, new in zip([*trained, *statistics], news, strict=True):
+                tensor.copy_(new)
+        self._changes.settle()
+        return means
+
+    def agreed(self) -> None:
+        super().agreed()
+        self._agree()
+
+    def _agree(self) -> None:
+        if self.coding is not None:
+            self._agreed_on = [exact(as_real(parameter)) for parameter in self._trained]
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "due": self._due}
+        agreed_on = {} if self.coding is None else {"agreed_on": self._agreed_on}
+        return {**super().state_dict(), "due": self._due, **agreed_on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._due = int(state.get("due", 0))
+        self._agreed_on = [tensor.to(self._peers.device, copy=True) for tensor in state.get("agreed_on", [])]

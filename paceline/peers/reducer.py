@@ -75,6 +75,8 @@ class _Step:
 class Reducer:
     """Averages the gradients of ``parameters`` over ``peers``; a model has one reducer."""
 
+    control_alone = False  # whether the control numbers have a bucket of their own
+
     def __init__(
         self,
         parameters: Sequence[tuple[str, Parameter]],
@@ -372,7 +374,7 @@ class Reducer:
 
     def _lay_out(self, plan: list[list[int]]) -> None:
         """Make the flat tensors; the last float32 one has the control numbers after its gradients."""
-        if not plan or self._parameters[plan[-1][0]].dtype != torch.float32:
+        if self.control_alone or not plan or self._parameters[plan[-1][0]].dtype != torch.float32:
             plan = [*plan, []]
         control_length = Control.length(len(self._parameters), self._peers.size)
         for indices in plan:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.peers.averaging import Averager, Means, as_real, is_continuous
+from paceline.peers.coded_averager import CodedAverager
+from paceline.peers.coding import Coding
 from paceline.peers.exchange import BackwardPass, PeersExchange
 from paceline.peers.group import Peers
 from paceline.peers.tensors import send_tensors
@@ -27,13 +29,14 @@ class ReplicasExchange(PeersExchange):
 
     replicas_differ = True
 
-    def __init__(self, model: nn.Module, peers: Peers) -> None:
+    def __init__(self, model: nn.Module, peers: Peers, coding: Coding | None = None) -> None:
         super().__init__(model, peers)
+        self.coding = coding
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         if not self._trained:
             raise UsageError("no parameter of the model requires a gradient, so the workers have nothing to exchange")
-        self._averager = Averager(peers)
+        self._averager = Averager(peers)  # exact
         self._steps = 0  # since all workers had the same parameters
         self._examples = 0  # of this worker in these steps
         self._in_update = 0  # its examples in the update under way
@@ -77,6 +80,12 @@ class ReplicasExchange(PeersExchange):
     def averages(self, buffers: Sequence[Tensor]) -> Sequence[Tensor]:
         """The tensors that are averaged, if their dtype has a mean."""
         return (*self._trained, *buffers)
+
+    def averager(self, name: str, num_coded: int, *, equal: bool = False) -> Averager:
+        """An averager for tensors of which the first ``num_coded`` are differences, which a codec may code."""
+        if self.coding is None:
+            return Averager(self._peers)
+        return CodedAverager(self._peers, self.coding, name, num_coded=num_coded, equal=equal)
 
     def weight(self) -> float:
         """This worker's weight in an average of the models."""

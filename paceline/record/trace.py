@@ -81,6 +81,7 @@ class Given(NamedTuple):
     batch: int
     more: int = 0  # batches that follow in any case
     weight: float = 1.0  # of the batch, in a sum
+    packet: bool = False  # a packet was sent in place of the parameters
 
 
 class GivenMore(NamedTuple):
@@ -205,7 +206,7 @@ _FORMATS: dict[int, tuple[type[Record], struct.Struct]] = {
     2: (Joined, struct.Struct("<IIdQ")),
     3: (Left, struct.Struct("<I?dQ")),
     4: (Asked, struct.Struct("<IqQ")),
-    5: (Given, struct.Struct("<IQQ?qqId")),
+    5: (Given, struct.Struct("<IQQ?qqId?")),
     6: (GivenMore, struct.Struct("<IQqqd")),
     7: (Pushed, struct.Struct("<IQQQdQd")),
     8: (Late, struct.Struct("<IQQ")),

@@ -13,6 +13,7 @@ from paceline.record.trace import (
     Committed,
     Described,
     Ended,
+    Finished,
     Given,
     GivenMore,
     Hashed,
@@ -40,10 +41,20 @@ class RecordedPush:
     batches: tuple[RecordedBatch, ...]
     fresh: bool  # False: the worker went on with its own buffers, and not the server's
     joined: int  # how often its worker had joined
+    since: int  # the version at which it had last joined
 
     def __str__(self) -> str:
         batches = ", ".join(map(str, self.batches))
         return f"worker {self.told.rank}, step {self.told.step}, on version {self.told.version} ({batches})"
+
+
+class RecordedSend(NamedTuple):
+    """Parameters that were sent to a worker."""
+
+    rank: int
+    joined: int  # how often it had joined
+    step: int  # -1: there were no more batches
+    packet: bool  # a packet was sent in their place
 
 
 class RecordedCommit(NamedTuple):
@@ -59,6 +70,7 @@ class Plan:
 
     first: int = 0  # version at the start of the trace
     pushes: list[RecordedPush] = field(default_factory=list)  # all accepted pushes, in the order of arrival
+    sends: dict[int, list[RecordedSend]] = field(default_factory=lambda: defaultdict(list))  # by version
     commits: list[RecordedCommit] = field(default_factory=list)
     hashes: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))  # by version
     data: list[Described] = field(default_factory=list)
@@ -92,6 +104,7 @@ class _Reading:
         self.plan = Plan()
         self.begun = False
         self.joined: Counter[int] = Counter()  # by rank: how often
+        self.since: dict[int, int] = {}  # by rank: the version at which it has joined
         self.given: dict[int, Given] = {}  # by rank: the step under way
         self.batches: dict[int, list[RecordedBatch]] = {}  # of that step
         self.taken: dict[tuple[int, int], RecordedPush] = {}  # by rank and step: and not committed yet
@@ -105,10 +118,15 @@ class _Reading:
                     self._begin(record)
                 case Joined():
                     self.joined[record.rank] += 1
+                    self.since[record.rank] = self.plan.last
                     self._forget(record.rank)
                 case Given():
                     self.given[record.rank] = record
                     self.batches[record.rank] = [RecordedBatch(record.epoch, record.batch, record.weight)]
+                    if record.fresh:
+                        self._send(record.rank, record.version, record.step, packet=record.packet)
+                case Finished():
+                    self._send(record.rank, record.version)
                 case GivenMore() if record.batch >= 0:
                     self.batches.setdefault(record.rank, []).append(
                         RecordedBatch(record.epoch, record.batch, record.weight)
@@ -148,6 +166,9 @@ class _Reading:
         self.batches.pop(rank, None)
         self.versions.pop(rank, None)
 
+    def _send(self, rank: int, version: int, step: int = -1, *, packet: bool = False) -> None:
+        self.plan.sends[version].append(RecordedSend(rank, self.joined[rank], step, packet))
+
     def _take(self, record: Pushed) -> None:
         rank, step, version = record.rank, record.step, record.version
         given = self.given.get(rank)
@@ -156,7 +177,9 @@ class _Reading:
         if not self.plan.first <= version <= self.plan.last or not (given.fresh or self.versions.get(rank) == version):
             raise TraceError(f"worker {rank} pushed step {step} on version {version}, which it cannot have had")
         self.versions[rank] = version
-        push = RecordedPush(record, tuple(self.batches[rank]), given.fresh, self.joined[rank])
+        push = RecordedPush(
+            record, tuple(self.batches[rank]), given.fresh, self.joined[rank], self.since.get(rank, self.plan.first)
+        )
         self.taken[rank, step] = push
         self.plan.pushes.append(push)
 

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch import Tensor
 
+from paceline.codecs import read_codec
 from paceline.errors import UsageError, WireError
 from paceline.launch.environment import ReplayOrder, ServerAssignment
 from paceline.launch.reports import report
@@ -27,6 +29,7 @@ from paceline.record.fingerprints import hash_of, state_tensors
 from paceline.replay.outcome import Differs, Replayed, ReplayedPush, gradients_of, same_bits
 from paceline.replay.reads import Read, read_versions
 from paceline.server.averages import Average
+from paceline.store.behind import Behind
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, examine
 from paceline.store.in_place import with_differences
@@ -78,7 +81,9 @@ class _Worker:
     peer: Peer
     process: int
     room: Arena  # the memory of its pushes
-    exchanges: int = -1  # as the live server's of its members
+    behind: Behind | None = None
+    taken: int = -1  # as the live server's of its members
+    exchanges: int = -1
     exchanged: bool = False
     ask: int = 0
     said: deque[wire.Message] = field(default_factory=deque)  # messages received and not used yet
@@ -102,7 +107,7 @@ class ReplayServer:
         assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
         self._policy = policy
         adds_up = not any(isinstance(record, traced.Chose) for record in self._records)
-        self._rule = replace(CommitRule.of(policy), adds_up=adds_up)
+        self._rule = replace(CommitRule.of(policy, read_codec(trace.about.get("codec"))), adds_up=adds_up)
         self._train_state = self._rule.remembering(replace(train_state, scaler=None))
         self._layouts = ModelLayouts(train_state.model, with_reads=self._rule.with_reads)
         self._memory = torch.zeros(self._layouts.down.nbytes, dtype=torch.uint8)
@@ -265,7 +270,10 @@ class ReplayServer:
             raise UsageError(f"worker {record.rank} has another model than the server; is the script the same?")
         room = Arena(self._layouts.up)
         peer.tensors = Pieces(memory_of(room.memory))
-        self._workers[record.rank] = _Worker(peer=peer, process=hello.pid, room=room)
+        codec, behind = self._rule.codec, None
+        if codec is not None and codec.both:
+            behind = Behind(codec, self._layouts, seed=self._about["seed"] % 2**63, rank=record.rank)
+        self._workers[record.rank] = _Worker(peer=peer, process=hello.pid, room=room, behind=behind)
         self._ranks[peer] = record.rank
         peer.send(
             wire.Welcome(
@@ -281,6 +289,9 @@ class ReplayServer:
                 local_steps=self._policy.local_steps,
                 coded=self._policy.coded,
                 local_momentum=self._policy.local_momentum,
+                codec="" if self._rule.codec is None else str(self._rule.codec),
+                packet_parts=self._about.get("servers", 1),
+                packets=False,
             )
         )
 
@@ -292,6 +303,7 @@ class ReplayServer:
         """
         worker = self._workers[record.rank]
         worker.computes = not (read.lost or read.doomed)
+        has = self._has_after(worker, packet=record.packet) if record.fresh else None
         if read.lost:
             return  # the worker died before it sent any result
         at = max(record.version, read.version)
@@ -304,11 +316,14 @@ class ReplayServer:
             worker.ask,
             more=record.more,
             weight=record.weight,
+            taken=worker.taken,
         )
         if read.doomed:
             message = _Planned(None, read.pushes, lambda: worker.peer.send(go._replace(doomed=True, fresh=False)))
         elif not record.fresh:
             message = _Planned(None, read.pushes, lambda: worker.peer.send(go))
+        elif has is not None:
+            message = _Planned(None, read.pushes, lambda: worker.peer.send(go, memory_of(has)))
         elif worker.exchanged:
             go = go._replace(version=at, exchanged=worker.exchanges)
             tensors = with_differences(self._layouts, self._memory, worker.room)
@@ -319,6 +334,18 @@ class ReplayServer:
         worker.planned.append(message)
         self._send_due(worker)
 
+    def _has_after(self, worker: _Worker, *, packet: bool) -> Tensor | None:
+        """What a worker has after it was sent a packet or all parameters, if these go through a codec."""
+        if worker.behind is None:
+            return None
+        memory = self._memory.clone()
+        views = self._layouts.down.views(memory)
+        sent = packet and worker.behind.encode(views, version=self._version) is not None
+        if not sent:
+            worker.behind.take_all(views)
+        worker.behind.write(views)
+        return memory
+
     def _give_more(self, record: traced.GivenMore) -> None:
         worker = self._workers[record.rank]
         if not worker.computes:
@@ -328,7 +355,8 @@ class ReplayServer:
 
     def _finish(self, record: traced.Finished, read: Read) -> None:
         worker, at = self._workers[record.rank], max(record.version, read.version)
-        finished = wire.Finished(at, worker.ask)
+        self._has_after(worker, packet=False)
+        finished = wire.Finished(at, worker.ask, worker.taken)
         message = _Planned(at, read.pushes, lambda: worker.peer.send(finished, memory_of(self._memory)))
         worker.planned.append(message)
         self._send_due(worker)
@@ -349,7 +377,7 @@ class ReplayServer:
     def _take_push(self, record: traced.Pushed) -> None:
         push = self._take(record.rank, wire.PushMessage)
         worker = self._workers[record.rank]
-        worker.exchanges, worker.exchanged = record.step, False
+        worker.exchanges, worker.exchanged, worker.taken = record.step, False, record.step
         amiss, checksum = examine(self._layouts, worker.room)
         where = f"worker {record.rank}, step {record.step}, on version {record.version}"
         if (push.step, push.version) != (record.step, record.version):

@@ -11,16 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
+from paceline.codecs import parse_codec
 from paceline.errors import CommError, WireError
 from paceline.policies.messages import PushKind
 from paceline.server.cancellation import StepCancelled
 from paceline.server.parts import ConnectionLost, OtherParts
+from paceline.store.behind import Behind
 from paceline.store.gathering import Filled, fill_push, read_parameters
 from paceline.store.in_place import Gradients, Parameters
-from paceline.store.layout import Arena, ModelLayouts
+from paceline.store.layout import Arena, ModelLayouts, memory_of
 from paceline.store.memory import Copied, SharedMemory, is_over
+from paceline.store.packets import PushPackets
+from paceline.store.partition import layouts_of
 from paceline.transport import messages as wire
 from paceline.transport.calling import prove
 from paceline.transport.connections import Connection
@@ -76,6 +81,9 @@ class Client:
         self._model, self._layouts = model, ModelLayouts(model)
         self._address, self._token, self._sealed = address, token, sealed
         self._memory_file, self._shard_memories = memory, shard_memories
+        self._shares = memory is not None  # pushes and parameters go through it
+        self._packing: PushPackets | None = None
+        self._behind: Behind | None = None  # if parameters come as packets
         self._others: OtherParts | None = None  # the parts of the parameters that other servers hold
         self._connection: Connection | None = None
         self._later: wire.Go | wire.Finished | None = None  # came during the present step
@@ -152,18 +160,33 @@ class Client:
             self._send(self._data)
 
     def _make_room(self, welcome: wire.Welcome) -> None:
+        self._packing = self._make_packing(welcome)
+        self._shares = self._memory_file is not None and self._packing is None
         if welcome.shards:
             self._meet_others(welcome)
         elif welcome.with_reads != bool(self._layouts.reads):
             self._layouts = ModelLayouts(self._model, with_reads=welcome.with_reads)
-        if self._memory_file is None:
+        if self._memory_file is None or not self._shares:
             self._gradients, self._parameters = Gradients(self._layouts), Parameters(self._layouts)
             self._into = self._came = self._aside = self._parameters.aside
+            self._behind = None
+            if self._packing is not None and self._packing.codec.both and welcome.packets:
+                self._behind = Behind(self._packing.codec, self._layouts)
+                self._packet = torch.empty(self._behind.most_bytes, dtype=torch.uint8)
+                self._into = self._aside = Pieces(memory_of(self._packet), at_most=True)
             return
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._memory_file, down=down, up=up, slots=welcome.slots)
         self._room = Arena(self._layouts.up, self._memory.slot(self.rank))
         self._parameter_views = self._layouts.down.views(self._memory.down)
+
+    def _make_packing(self, welcome: wire.Welcome) -> PushPackets | None:
+        """A codec that remembers nothing yet, as this worker is a new incarnation."""
+        if not welcome.codec:
+            return None
+        layouts = layouts_of(self._model, welcome.packet_parts, with_reads=welcome.with_reads)
+        codec, kind = parse_codec(welcome.codec), PushKind(welcome.kind)
+        return PushPackets(codec, layouts, kind, seed=welcome.seed, rank=welcome.rank, since=welcome.version)
 
     def _meet_others(self, welcome: wire.Welcome) -> None:
         if self._others is not None:
@@ -174,7 +197,7 @@ class Client:
                 welcome,
                 token=self._token,
                 sealed=self._sealed,
-                memories=self._shard_memories if self._memory_file is not None else None,
+                memories=self._shard_memories if self._shares else None,
                 reached_at=self._address,
             )
         except ConnectionLost:
@@ -224,6 +247,8 @@ class Client:
             except _JoinedAgain:
                 continue
             self._later, self.differences = None, None
+            if self._packing is not None:
+                self._packing.answered(taken=answer.taken == self._pushed)
             if isinstance(answer, wire.Go) and not answer.fresh:
                 break
             exchanged = answer.exchanged if isinstance(answer, wire.Go) else -1
@@ -235,7 +260,8 @@ class Client:
 
     def _wait_for_step(self) -> wire.Go | wire.Finished:
         """Wait without a step: parameters may be received directly into the model."""
-        if self._memory_file is None and self.welcome.kind != PushKind.PARAMETERS.value:  # the worker's are its own
+        its_own = self.welcome.kind == PushKind.PARAMETERS.value
+        if not (self._shares or its_own or self._behind is not None):
             self._into = self._parameters.in_model()
         try:
             return cast(wire.Go | wire.Finished, self._wait_for(wire.Go, wire.Finished))
@@ -247,7 +273,7 @@ class Client:
 
         False if another server has a later version by now, or a connection is lost; then another step follows.
         """
-        if self._memory_file is None:
+        if not self._shares:
             if self._others is not None and not self._of_others(lambda parts: parts.read(version), False):
                 return False
             assert self._came is not None, "a step without its parameters"
@@ -267,7 +293,7 @@ class Client:
                 others = self._of_others(lambda parts: parts.differences(version), None)
             if others is None:
                 return False
-            own = self._parameters.of_trained() if self._memory_file is None else self._room.views
+            own = self._room.views if self._shares else self._parameters.of_trained()
             self.differences = [*own[: len(self._layouts.trained)], *others]
         self.version = version
         return True
@@ -333,23 +359,33 @@ class Client:
         """Push the gradients and buffers of the model."""
         self._layouts.check_trained()
         self._pushed = self._step
-        tensors, filled = None, Filled(b"", finite=False, checksum=0)  # the server checks them
-        if self._memory_file is None:
-            tensors, used = self._gradients.pieces()
-            filled = filled._replace(used=used)
-        else:
-            filled = fill_push(self._layouts, self._room)
-        if self._others is not None:
+        try:
+            tensors, (used, finite, checksum) = self._fill()
+        except ConnectionLost:
             assert self._connection is not None
-            try:
-                filled = self._others.push(self._step, filled)
-            except ConnectionLost:
-                self._connection.give_up()  # all connections are made again
-                return
+            self._connection.give_up()  # all connections are made again
+            return
         told = float("nan") if loss is None else loss
-        used, finite, checksum = filled
         message = wire.PushMessage(self._step, self.version, examples, told, seconds, finite, checksum, used)
         self._send(message, tensors)
+
+    def _fill(self) -> tuple[Pieces | None, Filled]:
+        """Have a push where the first server reads it, or as the bytes to send; all other servers have their parts."""
+        if self._packing is not None and self.welcome.packets:
+            packets = self._packing.encode()
+            sent = [part.pieces(packet) for part, packet in zip(self._packing.parts, packets, strict=True)]
+            if self._others is not None:
+                self._others.push_packets(self._step, sent[1:])
+            return sent[0], Filled(self._packing.used(), finite=False, checksum=0)
+        if self._packing is not None:
+            self._packing.code()
+        tensors = None
+        if self._shares:
+            filled = fill_push(self._layouts, self._room)
+        else:
+            tensors, used = self._gradients.pieces()
+            filled = Filled(used, finite=False, checksum=0)  # the server checks them
+        return tensors, filled if self._others is None else self._others.push(self._step, filled)
 
     def skip(self) -> None:
         """Abandon the step and count its batch as used; another step follows."""
@@ -431,7 +467,7 @@ class Client:
         while (received := self._connection.receive(self._into)) is not None:
             message = decode(received.head)
             if received.tensors is not None:
-                self._came = received.tensors
+                self._came = received.tensors if self._behind is None else self._lay(message, received.tensors.nbytes)
             match message:
                 case wire.Alive():
                     continue
@@ -444,7 +480,7 @@ class Client:
                 case wire.Unknown():
                     raise _Lost  # the server has taken this worker for dead
                 case wire.Go() | wire.Finished() if message.ask != self._asks:
-                    if received.tensors not in (None, self._aside):
+                    if self._behind is None and received.tensors not in (None, self._aside):
                         self._read(message.version)  # the model has its parameters already
                     continue  # it answers an earlier request
                 case _:
@@ -452,6 +488,19 @@ class Client:
         if self._connection.ended:
             raise _Lost
         return None
+
+    def _lay(self, message: wire.Message, nbytes: int) -> Pieces:
+        """Have aside what came in place of parameters, or all of them; every packet counts, also of no step of ours."""
+        assert self._behind is not None
+        came, views = self._packet[:nbytes], self._parameters.views
+        if isinstance(message, wire.Go) and message.packet:
+            self._behind.unpack(came, views)
+        elif nbytes == self._layouts.down.nbytes:
+            self._parameters.memory.copy_(came)
+            self._behind.take_all(views)
+        else:
+            raise WireError(f"wanted parameters of {self._layouts.down.nbytes} bytes, found {nbytes}")
+        return self._parameters.aside
 
     def _watch_connection(self, connection: Connection) -> None:
         """Wait for a message; ``_Lost`` if the server or its host is gone."""

@@ -19,6 +19,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+
+from paceline.codecs import Codec
 from paceline.errors import PacelineError, UsageError, WireError
 from paceline.policies import messages as decided
 from paceline.policies.messages import PushKind
@@ -31,12 +35,14 @@ from paceline.server.demand import Demand
 from paceline.server.members import Figures, GivenBatch, Member, Standing
 from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
+from paceline.store.behind import Behind
 from paceline.store.commit_rule import CommitRule
 from paceline.store.double_buffer import DoubleBuffer
 from paceline.store.gathering import adopt, examine
 from paceline.store.in_place import with_differences
 from paceline.store.layout import Arena, ModelLayouts, memory_of
 from paceline.store.memory import HEAD, SharedMemory
+from paceline.store.packets import PartPackets
 from paceline.store.parameter_store import ParameterStore
 from paceline.store.pending import PushKey, Share, shares_of
 from paceline.train_state import TrainState
@@ -85,7 +91,8 @@ class LiveServer:
 
     When all workers that have joined have left, the server waits ``patience`` seconds for the others. ``found`` is the
     note of a killed server in that memory (see ``read_note``); this one continues from it. ``shards`` are the other
-    servers, which hold the rest of the parameters and which this one directs.
+    servers, which hold the rest of the parameters and which this one directs. With a ``codec`` pushes come as packets,
+    from workers of this host too, so that a run has the same bits wherever its workers are.
     """
 
     def __init__(
@@ -104,6 +111,7 @@ class LiveServer:
         trace: TraceWriter | None = None,
         found: Mapping[str, Any] | None = None,
         shards: Shards | None = None,
+        codec: Codec | None = None,
     ) -> None:
         self._train_state = replace(train_state, scaler=None)  # pushes are not scaled
         self._shards = shards
@@ -111,10 +119,11 @@ class LiveServer:
         self._trace: Callable[[traced.Record], None] = trace.append if trace is not None else lambda _: None
         self._tracer = trace
         self._model = ModelLayouts.describe(train_state.model)
-        self._rule = CommitRule.of(policy)
+        self._rule = CommitRule.of(policy, codec, servers=1 if shards is None else 1 + len(shards.addresses))
         with_reads = self._rule.with_reads
         self._layouts = ModelLayouts(train_state.model, with_reads=with_reads) if shards is None else shards.layouts
         self._num_trained = len(self._layouts.trained) if shards is None else shards.num_trained
+        self._packing = None if codec is None else PartPackets(codec, self._layouts, policy.kind)
         self._up_bytes = self._layouts.up.nbytes if shards is None else shards.up_bytes
         self._down_bytes = self._layouts.down.nbytes if shards is None else shards.down_bytes
         self._workers, self._patience = workers, patience
@@ -132,6 +141,7 @@ class LiveServer:
         if found is not None:
             self._take_over(found)
         adopt(self._layouts, self._memory.down, found=found is not None)
+        self._parameters = self._layouts.down.views(self._memory.down)
         self._memory.version = version
         self._memory.wrote()  # though one who was killed may not have got so far
         self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, self._rule)
@@ -181,7 +191,22 @@ class LiveServer:
 
     def figures(self) -> dict[int, dict[str, Any]]:
         """The figures of every worker."""
+        for member in self._members.values():
+            self._count_bytes(member)
         return {rank: figures.as_dict() for rank, figures in sorted(self._figures.items())}
+
+    def count_bytes_of_others(self) -> None:
+        """Have in the figures, at the end, the bytes of the workers' connections to the other servers."""
+        for rank, received, sent in () if self._shards is None else self._shards.count_bytes():
+            figures = self._figures.setdefault(rank, Figures())
+            figures.received, figures.sent = figures.received + received, figures.sent + sent
+
+    def _count_bytes(self, member: Member) -> None:
+        """Have the bytes of a member's connection in its figures; those of its earlier ones are there."""
+        connection, figures = member.peer.connection, member.figures
+        figures.received += connection.received - member.counted[0]
+        figures.sent += connection.sent - member.counted[1]
+        member.counted = connection.received, connection.sent
 
     # Messages -----------------------------------------------------------------------------------------------
 
@@ -206,6 +231,8 @@ class LiveServer:
             who = "a peer" if member is None else f"worker {member.rank}"
             reason = str(error)[:_LONGEST_REASON]
             logger.warning("refused %s: %s", who, reason)
+            if member is not None:
+                member.figures.refused += 1
             peer.send(wire.Refused(reason))
             if member is not None:
                 self._leave(member)
@@ -252,17 +279,28 @@ class LiveServer:
     def _join(self, peer: Peer, hello: wire.Hello) -> None:
         self._check_model(hello)
         rank = self._rank_for(hello)
-        local = hello.local and rank < self._workers and not peer.remote
+        local = hello.local and rank < self._workers and not peer.remote and self._packing is None
         gradients = Arena(self._layouts.up, self._memory.slot(rank) if local else None)
+        packets = None if self._packing is None else torch.empty(self._packing.most_bytes, dtype=torch.uint8)
         if not local:
-            peer.tensors = Pieces(memory_of(gradients.memory))
+            peer.tensors = Pieces(
+                memory_of(gradients.memory if packets is None else packets), at_most=packets is not None
+            )
         if not peer.remote and not self._listener.watch(peer, hello.pid):
             return  # its process has ended
         if rank in self._members:  # its earlier connection was lost, or its death not noticed
             self._listener.forget(self._members[rank].peer)
             self._leave(self._members[rank])
         figures = self._figures.setdefault(rank, Figures())
-        member = Member(rank=rank, peer=peer, gradients=gradients, local=local, figures=figures)
+        member = Member(
+            rank=rank,
+            peer=peer,
+            gradients=gradients,
+            packets=packets,
+            behind=self._new_behind(rank),
+            local=local,
+            figures=figures,
+        )
         if self._queue.epoch > self._start_epoch:
             member.first_epoch = self._queue.epoch
         self._members[rank] = self._by_peer[peer] = member
@@ -283,8 +321,14 @@ class LiveServer:
                 local_steps=min(self._policy.local_steps, _MOST_LOCAL_STEPS),
                 coded=self._policy.coded,
                 local_momentum=self._policy.local_momentum,
+                codec="" if self._rule.codec is None else str(self._rule.codec),
+                packet_parts=1 if self._shards is None else 1 + len(self._shards.addresses),
             )
         )
+
+    def _new_behind(self, rank: int) -> Behind | None:
+        codec = self._rule.codec
+        return Behind(codec, self._layouts, seed=self._seed, rank=rank) if codec is not None and codec.both else None
 
     def _addresses_for(self, peer: Peer) -> tuple[str, ...]:
         if self._shards is None:
@@ -317,6 +361,8 @@ class LiveServer:
             return
         self._trace(traced.Left(member.rank, dead, self._now(), version))
         del self._members[member.rank], self._by_peer[member.peer]
+        self._count_bytes(member)
+        member.figures.forgotten += dead and self._rule.codec_remembers
         self._queue.give_back(member.rank)
         if member.standing is Standing.IN_ROUNDS:
             self._do(self._policy.left(self._state, member.rank, self._now()))
@@ -347,8 +393,9 @@ class LiveServer:
         member.figures.bytes_in += self._up_bytes
         loss = None if math.isnan(message.loss) else message.loss
         push = decided.Push(member.rank, member.life, message.step, message.version, message.examples, loss)
-        checksum = 0
+        checksum, decoded = 0, None
         if message.step == member.step:
+            decoded = self._unpack(member)
             amiss, checksum = self._examine(member, message)
             if amiss is not None:
                 self._trace(traced.NotFinite(member.rank, message.step, message.version))
@@ -363,7 +410,8 @@ class LiveServer:
             self._do(actions)
             return
         self._queue.push(member.rank, message.step)
-        member.exchanges = message.step
+        member.exchanges = member.taken = message.step
+        member.last = decoded
         member.figures.pushes += 1
         member.figures.examples += message.examples
         member.figures.computing_seconds += message.seconds
@@ -385,6 +433,13 @@ class LiveServer:
         self._store.take(key, member.gradients, examples=examples, used=push.used, alone=alone)
         if self._shards is not None and not alone:
             self._shards.settle()
+
+    def _unpack(self, member: Member) -> Tensor | None:
+        """Have a push in its memory, if it came as a packet; return what the next one is the difference to, if any."""
+        if self._packing is None or member.packets is None:
+            return None
+        self._packing.unpack(member.packets[: member.peer.came], member.gradients, member.last)
+        return self._packing.decoded()
 
     def _examine(self, member: Member, push: wire.PushMessage) -> tuple[str | None, int]:
         """Name what is not finite in a push, if anything, and return its checksum; every server checks its own part.
@@ -481,14 +536,17 @@ class LiveServer:
             member.pushed_at = None
         member.step, member.step_began = step, now
         version, more = self._memory.version, len(rest)
-        self._trace(
-            traced.Given(member.rank, step, version, fresh, first.epoch, first.number, more=more, weight=first.weight)
-        )
+        packet = self._packet_for(member) if fresh else None
+        given = traced.Given(member.rank, step, version, fresh, first.epoch, first.number, more, first.weight)
+        self._trace(given._replace(packet=packet is not None))
         exchanged = member.exchanges if member.exchanged else -1
-        tensors = self._parameters_for(member, exchanged=member.exchanged) if fresh else None
+        tensors = packet
+        if fresh and packet is None:
+            tensors = self._parameters_for(member, exchanged=member.exchanged)
         member.figures.bytes_out += self._down_bytes if fresh else 0
         go = wire.Go(step, version, fresh, first.epoch, first.number, member.ask, more=more, weight=first.weight)
-        member.peer.send(go._replace(exchanged=exchanged), tensors)
+        go = go._replace(exchanged=exchanged, taken=member.taken, packet=packet is not None)
+        member.peer.send(go, tensors)
 
     def _batches_for(self, member: Member, work: decided.Work | None) -> list[GivenBatch] | None:
         """The batches of a member's step: none if its parts of a round are empty, None if no batch is left."""
@@ -545,6 +603,22 @@ class LiveServer:
         if exchanged:
             return with_differences(self._layouts, self._memory.down, member.gradients)
         return Pieces(memory_of(self._memory.down))
+
+    def _packet_for(self, member: Member) -> Pieces | None:
+        """What brings a member near to the newest parameters, or None if all of them have to be sent.
+
+        So it is at first, and if something waits to be sent: what is sent now may take its place.
+        """
+        behind = member.behind
+        if behind is None:
+            return None
+        packet = None
+        if not member.peer.connection.waits:
+            packet = behind.encode(self._parameters, version=self._memory.version)
+        if packet is None:
+            behind.take_all(self._parameters)
+            return None
+        return behind.pieces(packet, self._parameters)
 
     def _commit(self, commit: decided.Commit) -> None:
         self._listener.keep_what_waits()
@@ -768,7 +842,10 @@ class LiveServer:
         for member in done:
             member.pushed_at = None
             member.figures.bytes_out += self._down_bytes
-            member.peer.send(wire.Finished(self._memory.version, member.ask), self._parameters_for(member))
+            if member.behind is not None:
+                member.behind.take_all(self._parameters)
+            finished = wire.Finished(self._memory.version, member.ask, member.taken)
+            member.peer.send(finished, self._parameters_for(member))
 
     def _without_batches(self) -> list[Member]:
         return [member for member in self._members.values() if member.standing.rests and self._has_used_all(member)]

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from paceline.server.demand import Demand
+from paceline.store.behind import Behind
 from paceline.store.layout import Arena
 from paceline.transport.listening import Peer
 
@@ -19,14 +22,17 @@ class Figures:
     pushes: int = 0  # accepted
     cancelled: int = 0
     dropped: int = 0  # late
-    refused: int = 0  # not finite
+    refused: int = 0  # not finite, or messages and packets that cannot be
     examples: int = 0
     staleness: int = 0  # sum over its committed pushes
     computing_seconds: float = 0.0  # of its pushes, as the worker measured
     waiting_seconds: float = 0.0  # from its push to its next step
     thrown_away_seconds: float = 0.0  # from the beginning of each cancelled step to its cancel
-    bytes_in: int = 0  # of tensors pushed, over a network or through memory
+    forgotten: int = 0  # times that what its codec has kept back was lost, since it died or has joined again
+    bytes_in: int = 0  # of tensors pushed, over a network or through memory, before a codec makes them fewer
     bytes_out: int = 0  # of tensors sent to it
+    received: int = 0  # bytes that its connections' sockets have given, with all that is around tensors
+    sent: int = 0  # bytes that they have taken
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, with the mean staleness in place of the sum."""
@@ -67,6 +73,9 @@ class Member:
     rank: int
     peer: Peer
     gradients: Arena  # the memory of its pushes
+    packets: Tensor | None  # where its pushes are received, if they go through a codec
+    last: Tensor | None = None  # the parameters of its last push that was taken, if those go through a codec
+    behind: Behind | None  # what it has of the parameters, if these go through a codec
     local: bool  # whether it shares the server's memory
     figures: Figures
     life: int = 0  # its incarnation, as the policy knows it
@@ -78,8 +87,10 @@ class Member:
     batches: list[GivenBatch] = field(default_factory=list)  # that it was given with its step, if that is of a round
     parts: deque[GivenBatch] = field(default_factory=deque)  # those of them for which it has to ask yet
     pushed_at: float | None = None  # when it pushed, until its next step
+    taken: int = -1  # the step of its last push that was taken
     exchanges: int = -1  # the step of its last push of parameters, until another comes
     exchanged: bool = False  # whether that was committed: what was added lies in the place of the push
+    counted: tuple[int, int] = (0, 0)  # bytes of its connection that are in the figures: received, sent
     first_epoch: int = -1  # in which it joined; -1 if the server began in that epoch
 
     @property

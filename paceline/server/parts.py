@@ -79,6 +79,9 @@ class _DistantPart:
         self._connection.send_all(encode(wire.Part(step)), tensors, vanished_after=_VANISHED_AFTER)
         return filled
 
+    def send_packet(self, step: int, packet: Pieces) -> None:
+        self._connection.send_all(encode(wire.Part(step)), packet, vanished_after=_VANISHED_AFTER)
+
     def end_push(self, step: int) -> None:
         """Wait until the server has the part."""
         while True:
@@ -162,6 +165,14 @@ class OtherParts:
             finite=all(each.finite for each in filled),
             checksum=sum(each.checksum for each in filled) % 2**64,
         )
+
+    def push_packets(self, step: int, packets: Sequence[Pieces]) -> None:
+        """Push the parts of the other servers as packets; when this returns, all have theirs."""
+        for part, packet in zip(self._parts, packets, strict=True):
+            assert isinstance(part, _DistantPart), "packets do not go through shared memory"
+            part.send_packet(step, packet)
+        for part in self._parts:
+            part.end_push(step)
 
     def read(self, version: int) -> bool:
         """Copy the parameters of this version into the model; False if a server has another version.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from paceline.aggregators import parse_aggregator
+from paceline.codecs import parse_codec
 from paceline.errors import CommError, WireError
 from paceline.policies.messages import PushKind
 from paceline.store.commit_rule import CommitRule
@@ -15,6 +20,7 @@ from paceline.store.gathering import adopt, examine
 from paceline.store.in_place import with_differences
 from paceline.store.layout import Arena, memory_of
 from paceline.store.memory import HEAD, SharedMemory
+from paceline.store.packets import PartPackets
 from paceline.store.parameter_store import ParameterStore
 from paceline.store.partition import layouts_of
 from paceline.store.pending import PushKey, Share
@@ -32,10 +38,25 @@ _REMEMBERED = 8  # answers to orders
 class _Part:
     """The part of a push that a worker of another host has sent."""
 
-    def __init__(self, peer: Peer, laid: Arena) -> None:
-        self.peer, self.laid = peer, laid
+    def __init__(self, peer: Peer, laid: Arena, packing: PartPackets | None) -> None:
+        self.peer, self.laid, self._packing = peer, laid, packing
         self.step = -1
-        peer.tensors = Pieces(memory_of(laid.memory))
+        self._last: Tensor | None = None  # what the part is the difference to, if any
+        self._decoded: Tensor | None = None  # and the next one
+        self._packet = laid.memory if packing is None else torch.empty(packing.most_bytes, dtype=torch.uint8)
+        peer.tensors = Pieces(memory_of(self._packet), at_most=packing is not None)
+
+    def note(self, step: int) -> None:
+        """Have the part of a step that has come; raise WireError if it is a packet that cannot be decoded."""
+        self.step = -1
+        if self._packing is not None:
+            self._packing.unpack(self._packet[: self.peer.came], self.laid, self._last)
+            self._decoded = self._packing.decoded()
+        self.step = step
+
+    def taken(self) -> None:
+        """The part is of a push that was taken."""
+        self._last = self._decoded
 
 
 class ShardServer:
@@ -59,6 +80,7 @@ class ShardServer:
         self._shard, self._servers = shard, servers
         self._layouts = layouts_of(train_state.model, servers)[shard]
         self._store: ParameterStore | None = None
+        self._packing: PartPackets | None = None  # if pushes go through a codec
         self._shares: list[Share] = []  # of the next order that is of chosen pushes
         self._file, self._listener, self._address = file, listener, address
         self._memory: SharedMemory | None = None
@@ -68,6 +90,7 @@ class ShardServer:
         self._answers: dict[int, wire.Done] = {}  # to the last few orders
         self._slots: dict[int, Arena] = {}  # rank -> memory of its pushes, of workers of this host
         self._parts: dict[int, _Part] = {}  # by rank; kept after a worker has left, since its push may still count
+        self._bytes: dict[str, list[int]] = {}  # by rank: of connections that others have taken the place of
         self._ended = False
         self._alone_since: float | None = None  # when the connection to the first server was lost
 
@@ -111,13 +134,23 @@ class ShardServer:
     # Workers -----------------------------------------------------------------------------------------------------
 
     def _attach(self, peer: Peer, rank: int) -> None:
-        self._parts[rank] = _Part(peer, Arena(self._layouts.up))
+        if rank in self._parts:
+            self._bytes[str(rank)] = self._count_bytes()[str(rank)]
+        self._parts[rank] = _Part(peer, Arena(self._layouts.up), self._packing)
         peer.send(wire.Took(0))
+
+    def _count_bytes(self) -> dict[str, list[int]]:
+        """By rank: the bytes that its connections have brought and taken."""
+        counted = dict(self._bytes)
+        for rank, part in self._parts.items():
+            before, connection = counted.get(str(rank), [0, 0]), part.peer.connection
+            counted[str(rank)] = [before[0] + connection.received, before[1] + connection.sent]
+        return counted
 
     def _note_part(self, peer: Peer, step: int) -> None:
         for part in self._parts.values():
             if part.peer is peer:
-                part.step = step
+                part.note(step)
                 peer.send(wire.Took(step))
 
     def _part_of(self, rank: int, *, shared: bool) -> Arena:
@@ -153,6 +186,8 @@ class ShardServer:
             case wire.Take():
                 assert self._store is not None
                 part, key = self._part_of(order.rank, shared=order.shared), PushKey(order.rank, order.step)
+                if not order.shared:
+                    self._parts[order.rank].taken()
                 self._store.take(key, part, examples=order.examples, used=order.used, alone=order.alone)
             case wire.Choose():
                 self._shares.append(Share(PushKey(order.rank, order.step), order.weight))
@@ -169,6 +204,8 @@ class ShardServer:
                 self._give(order)
             case wire.Tell():
                 return done._replace(value=write_state(self._file, self._train_state, self._layouts))
+            case wire.CountBytes():
+                return done._replace(result=json.dumps(self._count_bytes()).encode())
             case wire.End():
                 self._ended = True
             case _:
@@ -177,10 +214,12 @@ class ShardServer:
 
     def _begin(self, order: wire.Begin) -> None:
         aggregator, kind = parse_aggregator(order.aggregator), PushKind(order.kind)
-        rule = CommitRule(adds_up=order.adds_up, aggregator=aggregator, kind=kind)
+        codec = parse_codec(order.codec) if order.codec else None
+        rule = CommitRule(adds_up=order.adds_up, aggregator=aggregator, kind=kind, codec=codec)
         self._train_state = rule.remembering(self._train_state)
         model, servers = self._train_state.model, self._servers
         self._layouts = layouts_of(model, servers, with_reads=rule.with_reads)[self._shard]
+        self._packing = None if codec is None else PartPackets(codec, self._layouts, kind)
         down, up = self._layouts.down.nbytes, self._layouts.up.nbytes
         self._memory = SharedMemory(self._file, down=down, up=up, slots=order.workers)
         self._memory.version = order.version

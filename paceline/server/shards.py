@@ -6,6 +6,7 @@ have the same order on all servers. A worker goes on only when all servers have 
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -116,7 +117,8 @@ class Shards:
                 adopt(part, other.memory.down)
             lengths = [write_state(other.file, self._train_state, part) for other, part in self._parts()]
             self.drop_collected()
-        begin = wire.Begin(number, version, workers, 0, rule.adds_up, str(rule.aggregator), rule.kind.value)
+        codec = "" if rule.codec is None else str(rule.codec)
+        begin = wire.Begin(number, version, workers, 0, rule.adds_up, str(rule.aggregator), rule.kind.value, codec)
         self._order([begin._replace(state=length) for length in lengths])
         self._wait()
         if found:
@@ -193,6 +195,13 @@ class Shards:
     def give(self, rank: int, version: int, *, exchanged: bool) -> None:
         """Let the others send a worker of another host their parameters, or what its last push has become."""
         self._order_all(wire.Give(self._number(), rank, version, exchanged))
+
+    def count_bytes(self) -> list[tuple[int, int, int]]:
+        """Rank, bytes that came and bytes that went, of every worker at each of the others."""
+        self._order_all(wire.CountBytes(self._number()))
+        self._wait()
+        counted = [json.loads(other.answer.result) for other in self._others]
+        return [(int(rank), *numbers) for each in counted for rank, numbers in each.items()]
 
     # Checkpoints, and the end ------------------------------------------------------------------------------------
 

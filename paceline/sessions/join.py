@@ -11,9 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.codecs import Codec, read_codec
 from paceline.errors import UsageError
-from paceline.launch.environment import asked_policy, asked_probe, take_server_assignment
+from paceline.launch.environment import asked_codec, asked_policy, asked_probe, take_server_assignment
 from paceline.launch.reports import report
+from paceline.peers.connect import check_codec
 from paceline.policies import Hogwild, PeersPolicy, Policy, ServerPolicy, parse_policy
 from paceline.sessions.checks import (
     as_tuple,
@@ -31,6 +33,7 @@ from paceline.sessions.request import JoinRequest
 from paceline.sessions.server import host
 from paceline.sessions.session import Session
 from paceline.sessions.worker import join_as_worker
+from paceline.store.commit_rule import CommitRule
 from paceline.store.partition import check_dealt
 from paceline.train_state import Stateful, TrainState
 
@@ -40,6 +43,7 @@ def join(
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     policy: str | Policy | None = None,
+    codec: str | Codec | None = None,
     scheduler: LRScheduler | Sequence[LRScheduler] = (),
     scaler: torch.amp.GradScaler | None = None,
     clip_norm: float | None = None,
@@ -72,6 +76,8 @@ def join(
     Args:
         policy: how the workers keep pace, such as ``"all-reduce"`` or ``paceline.AllReduce()``; one that was given on
             the launcher's command line goes before it.
+        codec: how what the workers exchange becomes fewer bytes, such as ``"top-k(density=0.001)"``; none by default.
+            One that was given on the launcher's command line goes before it.
         scheduler: stepped once after every update. One that is stepped otherwise (per epoch, on a metric) is yours
             to step; put it into ``stateful`` to have it saved, or a resumed run starts it anew.
         scaler: steps the optimizers; call ``scaler.scale(loss).backward()`` yourself.
@@ -103,6 +109,8 @@ def join(
     )
     check_train_state(train_state)
     policy = parse_policy(asked_policy() or ("all-reduce" if policy is None else policy))
+    chosen = read_codec(asked_codec() or codec)
+    check_codec(policy, chosen)
     assignment = take_server_assignment()
     check_role(policy, assignment)
     return _joiner_of(policy)(
@@ -110,6 +118,7 @@ def join(
             train_state=train_state,
             model=model,
             policy=policy,
+            codec=chosen,
             assignment=assignment,
             group=group,
             seed=seed,
@@ -132,7 +141,10 @@ def join_with_server(request: JoinRequest) -> Session:
     report("needs server")  # started with us, or now
     report("joined")  # before others are waited for: then one that never joins is found out
     check_for_server(request.train_state, request.policy, assignment.workers)
-    check_dealt(request.train_state.model, 1 + len(assignment.shard_fds))  # by whoever comes first
+    servers = 1 + len(assignment.shard_fds)
+    check_dealt(request.train_state.model, servers)  # by whoever comes first
+    assert isinstance(request.policy, ServerPolicy)
+    CommitRule.of(request.policy, request.codec, servers=servers)
     if assignment.role == "server":
         raise SystemExit(host(request, assignment))
     return join_as_worker(request.train_state, request.model, assignment, policy=request.policy, on_nan=request.on_nan)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from paceline.codecs import Codec
 from paceline.data.feed import Feed, make_feed
 from paceline.delays.injected import InjectedDelays
 from paceline.errors import LostContactError, UsageError
@@ -52,6 +53,7 @@ class PeersSession(ReformingSession):
         train_state: TrainState,
         *,
         policy: Policy,
+        codec: Codec | None,
         exchange: Exchange,
         forming: Forming | None,
         clock: StepClock | None,
@@ -71,6 +73,7 @@ class PeersSession(ReformingSession):
             run=run,
             clock=clock,
             on_nan=on_nan,
+            codec=codec,
             forming=forming,
             run_path=None if run is None else run.path.absolute(),
             keep=keep,
@@ -82,6 +85,7 @@ class PeersSession(ReformingSession):
         self._run_state = RunState(
             train_state,
             policy=policy,
+            codec=codec,
             exchange=exchange,
             data=self._data,
             run=run,
@@ -109,6 +113,7 @@ class PeersSession(ReformingSession):
         found = self._run_state.resume(path, resume)
         if found is not None:
             self.steps, self._blocks, self.seed, self._highest_rate, self._decayed = found
+        self._seed_codec()
         self._exchange.started(self._progress())
         if self._forming is not None:
             self._data.workers = self._forming.formation.members
@@ -227,7 +232,7 @@ class PeersSession(ReformingSession):
         self._check_own_parameters("save() was called")
         self._run_state.check_parameters()
         replicas: list[Any] = []
-        if self._exchange.replicas_differ:
+        if self._exchange.replicas_differ or self._codec is not None:
             replicas = self._together(lambda: self._exchange.gather(self._run_state.replica(common=False)))
         with self.averaged():
             return self._run_state.save(self._position(), path, replicas)
@@ -560,7 +565,7 @@ def _join(request: JoinRequest, kind: type[PeersSession], peers: Peers | None, f
     request, replay = _replayed(request)
     model, run = request.train_state.model, request.run
     late = forming is not None and forming.formation.source is not None
-    exchange = Alone() if late else begin_exchange(model, request.policy, peers)
+    exchange = Alone() if late else begin_exchange(model, request.policy, peers, request.codec)
     opened = session = None
     try:
         if run is not None and exchange.rank == 0 and not late:
@@ -568,6 +573,7 @@ def _join(request: JoinRequest, kind: type[PeersSession], peers: Peers | None, f
         session = kind(
             request.train_state,
             policy=request.policy,
+            codec=request.codec,
             exchange=exchange,
             forming=forming,
             clock=StepClock(request.model) if run is not None or peers is not None else None,

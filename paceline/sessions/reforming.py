@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from paceline.codecs import Codec
 from paceline.errors import LostContactError
 from paceline.launch.reports import report
 from paceline.launch.roster import Doing, Member, Status
@@ -43,8 +44,18 @@ class ReformingSession(Session):
     _exchange: Exchange
     _run_state: RunState
 
-    def __init__(self, *args: Any, forming: Forming | None, run_path: Path | None, keep: int, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        codec: Codec | None,
+        forming: Forming | None,
+        run_path: Path | None,
+        keep: int,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
+        self._codec = codec
+        self._coded: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}  # kept and last state of the codec
         self._forming = forming
         self._run_path, self._keep = run_path, keep
         self._operations = 0  # exchanges done with all others
@@ -134,6 +145,8 @@ class ReformingSession(Session):
         before = self._forming.formation.members
         kept = self._exchange.kept_state() if kept is None else kept
         catches_up = self._exchange.catches_up
+        if (coding := self._exchange.coding) is not None:
+            self._coded = coding.kept_state(), coding.state_dict()
         self._exchange.close()
         self._exchange = Alone()
         self._run_state.go_on(self._exchange)
@@ -168,7 +181,7 @@ class ReformingSession(Session):
             self._data.owe({*self._data.workers} - staying)
         if formation.newcomers:
             check_same_model(self._train_state.model, peers)
-        exchange = make_exchange(self._train_state.model, self.policy, peers)
+        exchange = make_exchange(self._train_state.model, self.policy, peers, self._codec)
         try:
             shared = {
                 "owed": list(self._data.owed),
@@ -194,8 +207,17 @@ class ReformingSession(Session):
         if self.rank == 0 and self._run_path is not None and self.run is None:
             self.run = Run(self._run_path, resume=True, keep=self._keep)
             self._run_state.take_over(self.run, self.steps)
+        self._seed_codec()
+        if exchange.coding is not None:
+            # One that copies a later state has sent all of its part of it, or has just joined, and remembers nothing.
+            exchange.coding.load_state_dict(self._coded[formation.copies(peers.rank)])
         self._exchange.started(self._progress())
         self._exchange.give_up(formation.furthest.steps)
+
+    def _seed_codec(self) -> None:
+        """Let the codec's random numbers follow from the run's seed."""
+        if self._exchange.coding is not None:
+            self._exchange.coding.seed = self.seed
 
     def _take_part(self) -> None:
         """Take batches as a member of the new group, as soon as this worker has made the steps that others have made.

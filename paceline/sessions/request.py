@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.codecs import Codec
 from paceline.launch.environment import ServerAssignment
 from paceline.policies import Policy
 from paceline.sessions.nan_guard import OnNaN
@@ -22,6 +23,7 @@ class JoinRequest:
     train_state: TrainState
     model: nn.Module  # the module that the user calls; a compiled one wraps that of the train state
     policy: Policy
+    codec: Codec | None
     assignment: ServerAssignment | None  # None if the process was not started by Paceline
     group: Any
     seed: int | None

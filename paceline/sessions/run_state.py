@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.codecs import Codec
 from paceline.data.stream import BatchStream
 from paceline.errors import CheckpointError, UsageError
 from paceline.launch.environment import launched_command
@@ -49,13 +50,15 @@ class RunState:
         train_state: TrainState,
         *,
         policy: Policy,
+        codec: Codec | None,
         exchange: Exchange,
         data: BatchStream,
         run: Run | None,
         seeded: bool,
         nan_guard: NaNGuard,
     ) -> None:
-        self._train_state, self._policy, self._exchange = train_state, policy, exchange
+        self._train_state, self._exchange = train_state, exchange
+        self._policy, self._codec = policy, None if codec is None else str(codec)
         self._data, self._run, self._seeded, self._nan_guard = data, run, seeded, nan_guard
         self.saved_at: int | None = None  # the step of the run's newest checkpoint, as far as it is of this state
         self.one_thread: bool | None = None  # whether the first step was found small; None if nobody counted
@@ -127,13 +130,18 @@ class RunState:
         try:
             mismatch = self._train_state.mismatch(state["trainee"])
             parts = [state[part] for part in ("data", "session", "streams", "exchange")]
-            before = parse_policy(state["session"]["policy"])
+            before, codec = parse_policy(state["session"]["policy"]), state["session"]["codec"]
         except (KeyError, TypeError, AttributeError, UsageError) as error:
             raise CheckpointError(f"{file} does not hold the state of a session: {error!r}") from error
         if isinstance(before, ServerPolicy) != isinstance(self._policy, ServerPolicy):
             raise CheckpointError(
                 f"{file} was made under {before}, and the run is to go on under {self._policy}: only one of them has a "
                 "server, which keeps other state; go on under a policy of the same kind, or begin a new run"
+            )
+        if codec != self._codec:
+            raise CheckpointError(
+                f"{file} was made with {_named(codec)}, and the run is to go on with {_named(self._codec)}, which "
+                f"remembers other things; go on with the same: codec={codec or 'none'!r}, or begin a new run"
             )
         if mismatch is not None or not all(isinstance(part, dict) for part in parts):
             raise CheckpointError(
@@ -173,13 +181,15 @@ class RunState:
         before = parse_policy(state["session"]["policy"])
         same_policy = type(before) is type(self._policy)
         same_exchange = same_policy or isinstance(before, ServerPolicy)  # a server has the same under all of its own
-        as_many = same_policy and exchange.replicas_differ and len(replicas) == exchange.world_size
-        own = replicas[exchange.rank] if as_many else state
+        as_many = same_policy and len(replicas) == exchange.world_size
+        own = {**state, **replicas[exchange.rank]} if as_many else state
         model = {**state["trainee"]["model"], **own["trainee"]["model"]}  # parameters that all share are there once
         self._train_state.load_state_dict({**own["trainee"], "model": model})
         exchange.load_state_dict({**state["exchange"], **own["exchange"]} if same_exchange else {})
         if not as_many:
             exchange.agreed()
+        elif exchange.coding is not None:
+            exchange.coding.load_state_dict(own["codec"])
 
     # Going on with other workers --------------------------------------------------------------------------
 
@@ -247,11 +257,16 @@ class RunState:
         exchange = self._exchange.state_dict()
         if not common:
             exchange = {name: value for name, value in exchange.items() if name not in self._exchange.common_state}
-        trainee = self._train_state.state_dict()
-        if not common and self._exchange.shares_parameters:
-            shared = {name for name, _ in self._train_state.model.named_parameters(remove_duplicate=False)}
-            trainee["model"] = {name: value for name, value in trainee["model"].items() if name not in shared}
-        return {"trainee": trainee, "exchange": exchange}
+        replica: dict[str, object] = {"exchange": exchange}
+        if common or self._exchange.replicas_differ:
+            trainee = self._train_state.state_dict()
+            if not common and self._exchange.shares_parameters:
+                shared = {name for name, _ in self._train_state.model.named_parameters(remove_duplicate=False)}
+                trainee["model"] = {name: value for name, value in trainee["model"].items() if name not in shared}
+            replica["trainee"] = trainee
+        if not common and self._exchange.coding is not None:
+            replica["codec"] = self._exchange.coding.state_dict()
+        return replica
 
     def state(self, position: Position) -> dict[str, object]:
         """What a checkpoint holds, beside the replicas of the others."""
@@ -262,6 +277,7 @@ class RunState:
             "session": {
                 **position._asdict(),
                 "policy": str(self._policy),
+                "codec": self._codec,
                 "one_thread": self.one_thread,
                 "metrics_bytes": metrics.sync() if metrics is not None else 0,
             },
@@ -277,6 +293,7 @@ class RunState:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "policy": str(self._policy),
+            "codec": self._codec,
             "seed": seed,
             "seeded_steps": self._seeded,
             "world_size": self._exchange.world_size,
@@ -297,6 +314,10 @@ class RunState:
     def rate(self) -> float:
         """The learning rate, for the metrics."""
         return float(as_number(self._train_state.optimizers[0].param_groups[0]["lr"]))
+
+
+def _named(codec: str | None) -> str:
+    return "no codec" if codec is None else f"codec {codec}"
 
 
 def open_run(path: Path, resume: bool | str | Path, keep: int) -> Run:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from paceline.codecs import Codec
 from paceline.data.stream import BatchStream
 from paceline.launch.environment import ServerAssignment
 from paceline.launch.reports import report, report_failure
@@ -67,6 +68,7 @@ class ServerRun:
         *,
         workers: int,
         policy: ServerPolicy,
+        codec: Codec | None,
         seed: int | None,
         run: Run | None,
         save_every: int | None,
@@ -77,12 +79,14 @@ class ServerRun:
         self.seed = torch.initial_seed() if seed is None else seed
         self.steps = 0
         self._blocks = 0  # of a resumed run that had no server
-        self._train_state = train_state = CommitRule.of(policy).remembering(train_state)
+        self._rule = CommitRule.of(policy, codec)
+        self._train_state = train_state = self._rule.remembering(train_state)
         self._progress = ServerProgress(workers)
         self._data = BatchStream()
         self._run_state = RunState(
             train_state,
             policy=policy,
+            codec=codec,
             exchange=self._progress,
             data=self._data,
             run=run,
@@ -100,7 +104,12 @@ class ServerRun:
         found = self._run_state.resume(path, resume)
         if found is not None:
             self.stand_at(found)
+            self._tell_of_codec()
         self._run_state.open(self.seed, config)
+
+    def _tell_of_codec(self) -> None:
+        if self._rule.codec_remembers:
+            logger.warning("version %d: what codec %s had kept back is lost", self.steps, self._rule.codec)
 
     def stand_at(self, position: Position) -> None:
         """Count on from there."""
@@ -117,6 +126,7 @@ class ServerRun:
         self._run_state.open(self.seed, config)
         self._write("restarted", lost_pushes=found["taken"])
         logger.warning("the server is back at version %d; %d pushes are lost", self.steps, found["taken"])
+        self._tell_of_codec()
 
     def serve(self, assignment: ServerAssignment) -> int:
         """Serve until the workers have left or a signal comes; return the exit code of the process."""
@@ -129,7 +139,7 @@ class ServerRun:
                     assignment,
                     workers=self.world_size,
                     version=self.steps,
-                    rule=CommitRule.of(self.policy),
+                    rule=self._rule,
                     found=self._found is not None,
                 )
                 self._trace = self._open_trace()
@@ -149,6 +159,7 @@ class ServerRun:
                     trace=self._trace,
                     found=self._found,
                     shards=self._shards,
+                    codec=self._rule.codec,
                 )
                 if self._found is not None:
                     self._note_hash()  # for a replay to compare what was found with what was lost
@@ -166,6 +177,7 @@ class ServerRun:
 
                 whole = server.serve(asked_to_stop)
                 self._end_trace(whole)
+                server.count_bytes_of_others()
                 for rank, figures in server.figures().items():
                     self._write("worker", worker=rank, **figures)
                 self._write("strangers", refused=listener.strangers)
@@ -180,7 +192,8 @@ class ServerRun:
     def _open_trace(self) -> TraceWriter | None:
         if self.run is None:
             return None
-        about = self._run_state.describe_fully(self.seed)
+        servers = 1 + (0 if self._shards is None else len(self._shards.addresses))
+        about = {**self._run_state.describe_fully(self.seed), "servers": servers}
         return TraceWriter(self.run.path / "trace.bin", about, after=self._progress.traced)
 
     def _end_trace(self, whole: bool) -> None:
@@ -290,6 +303,7 @@ def _open(request: JoinRequest, assignment: ServerAssignment) -> ServerRun:
             request.train_state,
             workers=assignment.workers or 1,
             policy=request.policy,
+            codec=request.codec,
             seed=request.seed,
             run=opened,
             save_every=request.save_every,

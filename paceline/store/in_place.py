@@ -44,9 +44,9 @@ class Parameters:
 
     def __init__(self, layouts: ModelLayouts) -> None:
         self._layouts = layouts
-        self._memory = torch.zeros(layouts.down.nbytes, dtype=torch.uint8)
-        self._views = layouts.down.views(self._memory)
-        self.aside = Pieces(memory_of(self._memory))
+        self.memory = torch.zeros(layouts.down.nbytes, dtype=torch.uint8)
+        self.views = layouts.down.views(self.memory)
+        self.aside = Pieces(memory_of(self.memory))
         self._lying: dict[int, Tensor] = {}  # tensors of the model that parameters come into
 
     @property
@@ -55,15 +55,15 @@ class Parameters:
 
     def in_model(self) -> Pieces:
         """The model's own memory where that can be, else what lies aside."""
-        pairs = enumerate(zip(self._tensors, self._views, strict=True))
+        pairs = enumerate(zip(self._tensors, self.views, strict=True))
         self._lying = {index: tensor for index, (tensor, view) in pairs if _lies_well(tensor, view)}
-        return _joined(self._layouts.down, self._memory, self._lying)
+        return _joined(self._layouts.down, self.memory, self._lying)
 
     def take(self, came: Pieces) -> None:
         """Put the parameters that came into the model, unless they came there."""
         lying = {} if came is self.aside else self._lying
         with torch.no_grad():
-            for index, (tensor, view) in enumerate(zip(self._tensors, self._views, strict=True)):
+            for index, (tensor, view) in enumerate(zip(self._tensors, self.views, strict=True)):
                 if index in lying:
                     increment_version(tensor)  # as any change in place does
                 else:
@@ -71,7 +71,7 @@ class Parameters:
 
     def of_trained(self) -> list[Tensor]:
         """What came aside for the parameters that are trained."""
-        pairs = zip(self._layouts.parameters, self._views, strict=False)
+        pairs = zip(self._layouts.parameters, self.views, strict=False)
         return [view for parameter, view in pairs if parameter.requires_grad]
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from paceline.codecs import read_codec
 from paceline.data.numbered import NumberedBatches
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import PacelineError, UsageError
@@ -29,6 +30,7 @@ from paceline.store.layout import Arena, ModelLayouts
 from paceline.store.parameter_store import ParameterStore
 from paceline.store.pending import PushKey, Share
 from paceline.train_state import TrainState
+from paceline.training.replay_sends import SentParameters
 from paceline.training.replay_worker import ComputedPush, ReplayWorker
 from paceline.training.train import TrainConfig, build_scheduler, make_model, server_pace, training_sampler
 
@@ -40,7 +42,9 @@ class ReplayError(PacelineError):
 class ProblemReplay:
     """The server's side of a replay; ``train_state`` and ``version`` are those after the last commit."""
 
-    def __init__(self, config: TrainConfig, problem: Problem, plan: Plan, *, seed: int, workers: int) -> None:
+    def __init__(
+        self, config: TrainConfig, problem: Problem, plan: Plan, *, seed: int, workers: int, servers: int = 1
+    ) -> None:
         if plan.first:
             raise ReplayError(
                 f"the trace begins at version {plan.first}, from a checkpoint of an untraced run; only a run that is "
@@ -53,7 +57,7 @@ class ProblemReplay:
         policy = parse_policy(config.policy)
         assert isinstance(policy, ServerPolicy), "a run with a trace has a server"
         adds_up = all(commit.weights is None for commit in plan.commits)
-        rule = replace(CommitRule.of(policy), adds_up=adds_up)
+        rule = replace(CommitRule.of(policy, read_codec(config.codec)), adds_up=adds_up)
         self.train_state = rule.remembering(_make_train_state(config, problem, policy, workers))
         self._exchanges = rule.kind is PushKind.PARAMETERS
         self._layouts = ModelLayouts(self.train_state.model, with_reads=rule.with_reads)
@@ -66,8 +70,9 @@ class ProblemReplay:
         _check_data(plan, batches)
         own = _make_train_state(config, problem, policy, workers)
         local = make_local_steps(policy.kind, own, momentum=policy.local_momentum)
-        self._worker = ReplayWorker(config, problem, batches, model=own.model, local=local, rule=rule)
+        self._worker = ReplayWorker(config, problem, batches, model=own.model, local=local, rule=rule, servers=servers)
         self._computed_from = plan.computed_from()
+        self._sent = SentParameters(plan, rule.codec, self._layouts, seed=seed)
         self._waiting: dict[Pushed, ComputedPush] = {}  # for their commits
         self._free: list[Arena] = []  # memory to be used again
         self._pushes: int = 0
@@ -110,9 +115,10 @@ class ProblemReplay:
 
     def _compute_pushes(self) -> None:
         """Compute and compare all pushes of the present version."""
+        self._sent.send(self.version, self._parameters)
         for recorded in self._computed_from.pop(self.version, ()):
             arena = self._free.pop() if self._free else Arena(self._layouts.up)
-            push = self._worker.compute(recorded, self._parameters, arena)
+            push = self._worker.compute(recorded, self._sent.read_by(recorded, self._parameters), arena)
             self._compare(push)
             self._waiting[recorded.told] = push
             self._pushes += 1

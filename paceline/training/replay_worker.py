@@ -16,6 +16,8 @@ from paceline.server.part_sum import PartSum
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import Filled, fill_push, read_parameters
 from paceline.store.layout import Arena, ModelLayouts
+from paceline.store.packets import PushPackets
+from paceline.store.partition import layouts_of
 from paceline.training.train import TrainConfig, loss_of
 
 
@@ -41,10 +43,14 @@ class ReplayWorker:
         model: nn.Module,
         local: LocalSteps | None,
         rule: CommitRule,
+        servers: int = 1,
     ) -> None:
         self._config, self._problem, self._batches = config, problem, batches
         self._model, self._local = model, local
         self._parts = PartSum(model) if rule.coded else None
+        self._kind, self._codec = rule.kind, rule.codec
+        self._packing: dict[int, PushPackets] = {}  # by rank
+        self._packet_parts = layouts_of(model, servers, with_reads=rule.with_reads)
         self._joined: dict[int, int] = {}  # by rank: how often it had joined before its last step
         self._layouts = ModelLayouts(self._model, with_reads=rule.with_reads)
         self._device = next(self._model.parameters()).device
@@ -56,8 +62,7 @@ class ReplayWorker:
         rank = push.told.rank
         if not push.fresh:
             self._put_back_buffers(rank)
-        if self._local is not None:
-            self._begin_local_steps(self._local, push)
+        self._remember(push)
         self._model.zero_grad()
         loss = 0.0
         for block, batch in enumerate(push.batches):
@@ -79,6 +84,9 @@ class ReplayWorker:
             self._local.end()
         if self._parts is not None:
             self._parts.end()
+        if rank in self._packing:
+            self._packing[rank].code()
+            self._packing[rank].answered(taken=True)
         self._buffers[rank] = [buffer.detach().clone() for buffer in self._layouts.buffers]
         return ComputedPush(push, loss, arena, fill_push(self._layouts, arena))
 
@@ -88,12 +96,19 @@ class ReplayWorker:
             self._local.become(push.told.rank)
             self._local.answered(committed.views[: len(self._layouts.trained)])
 
-    def _begin_local_steps(self, local: LocalSteps, push: RecordedPush) -> None:
+    def _remember(self, push: RecordedPush) -> None:
         """Have what the push's worker remembers, which is nothing after it has joined."""
         rank = push.told.rank
-        local.become(rank)
+        if self._local is not None:
+            self._local.become(rank)
         if self._joined.get(rank) != push.joined:
-            local.forget()
+            if self._local is not None:
+                self._local.forget()
+            if self._codec is not None:
+                seed = self._batches.sampler.seed
+                self._packing[rank] = PushPackets(
+                    self._codec, self._packet_parts, self._kind, seed=seed, rank=rank, since=push.since
+                )
         self._joined[rank] = push.joined
 
     def _add_gradients(self, data: list[Tensor], rank: int) -> float:

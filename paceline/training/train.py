@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from paceline.aggregators import aggregator_of
 from paceline.attacks import attacked
+from paceline.codecs import read_codec
 from paceline.data.feed import DatasetFeed, Fetched
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError, check_whole, unknown_name
@@ -31,6 +32,7 @@ from paceline.seeding import derive_seed, seed_streams
 from paceline.sessions.join import join
 from paceline.sessions.nan_guard import OnNaN
 from paceline.sessions.session import Session
+from paceline.store.commit_rule import CommitRule
 from paceline.store.partition import check_dealt
 
 Precision = Literal["fp32", "bf16"]
@@ -48,6 +50,7 @@ class TrainConfig:
     attack: str | None = None
     hostile: int = 0  # workers that attack, from worker 0
     policy: str = "all-reduce"
+    codec: str | None = None
     optimizer: str | None = None
     batch_size: int | None = None  # of each worker
     epochs: int | None = None
@@ -140,11 +143,13 @@ def train(
 def check_config(config: TrainConfig, problem: Problem, workers: int = 1, servers: int = 1) -> None:
     """Raise the errors that ``train`` would raise before its first step, without making a run."""
     policy = parse_policy(config.policy)
+    codec = read_codec(config.codec)
     if config.hostile > workers:
         raise UsageError(f"wanted {config.hostile} hostile workers, found {workers} workers; lower --hostile")
     if isinstance(policy, ServerPolicy):
         policy.begin(workers)
         aggregator_of(policy, workers)
+        CommitRule.of(policy, codec, servers=servers)
     pick_device(config.device)
     model = problem.make_model()
     check_dealt(model, servers)
@@ -278,6 +283,7 @@ class _Training:
             self.model,
             self.optimizer,
             policy=config.policy,
+            codec=config.codec,
             scheduler=() if scheduler is None else scheduler,
             clip_norm=config.clip_norm,
             seed=config.seed,

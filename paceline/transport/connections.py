@@ -95,11 +95,23 @@ class Connection:
         if self.waits:  # the handshake fits into an empty socket, unless the connection is broken
             self.give_up()
         if ciphers is not None:
+            plain = self._stream
             self._stream = SealedStream(self._socket, ciphers, self._buffer[self._start : self._stop])
+            self._stream.sent, self._stream.received = plain.sent, plain.received
             self._start = self._stop = 0
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    @property
+    def sent(self) -> int:
+        """The bytes that the socket has taken, with all that is around tensors."""
+        return self._stream.sent
+
+    @property
+    def received(self) -> int:
+        """The bytes that have come from the socket."""
+        return self._stream.received
 
     # Sending -------------------------------------------------------------------------------------------------
 
@@ -200,13 +212,15 @@ class Connection:
             return
         head = bytes(self._buffer[self._start + LENGTHS.size : self._start + stop])
         self._start, self._wanted = self._start + self._wanted, 0
+        room = None if into is None or tensors == NO_TENSORS else into.room_for(tensors)
         if tensors == NO_TENSORS:
             self._message = Received(head, None)
-        elif into is not None and into.nbytes == tensors:
-            self._message, self._targets = Received(head, into), into.stretches
+        elif room is not None:
+            self._message, self._targets = Received(head, room), room.stretches
         else:
             self._unwanted = tensors
-            wanted = "no tensors" if into is None else f"{into.nbytes} bytes of tensors"
+            most = "at most " if into is not None and into.at_most else ""
+            wanted = "no tensors" if into is None else f"{most}{into.nbytes} bytes of tensors"
             raise WireError(f"wanted {wanted}, found {tensors} announced")
 
     def _read(self) -> bool:

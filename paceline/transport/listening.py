@@ -49,6 +49,7 @@ class Peer:
         self.connection, self._listener = connection, listener
         self.remote = connection.remote
         self.tensors: Pieces | None = None
+        self.came = 0  # bytes of the last tensors that it has sent
         self.answer = answer  # until it has proved the token
         self.since = time.monotonic()
         self.process: int | None = None  # a descriptor of the process that is watched
@@ -70,6 +71,8 @@ class Peer:
         if (received.tensors is not None) != (self.tensors is not None and isinstance(message, PushMessage | Part)):
             found = "found none" if received.tensors is None else "found some"
             raise WireError(f"wanted tensors with a push from a worker that shares no memory, {found} with {message}")
+        if received.tensors is not None:
+            self.came = received.tensors.nbytes
         return message
 
 

@@ -124,6 +124,9 @@ class Welcome(NamedTuple):
     local_steps: Count = 1  # before a push
     coded: bool = False  # a step is some parts of a round, whose gradients are added up by weights
     local_momentum: float = 0.0  # of these steps
+    codec: str = ""  # its text form; "": none
+    packet_parts: Count = 1  # into which gradients are cut for it, one for each server
+    packets: bool = True  # a push has packets; else what they say, which is so in a replay
 
 
 class Go(NamedTuple):
@@ -139,6 +142,8 @@ class Go(NamedTuple):
     more: Count = 0  # batches that are to be asked for before the push
     weight: float = 1.0  # of the batch, in a sum
     exchanged: int = -1  # the step of the push of which what was added comes in place of the trained parameters
+    taken: int = -1  # the step of the worker's last push that was taken
+    packet: bool = False  # a packet comes in place of the parameters
 
 
 class BatchMessage(NamedTuple):
@@ -155,6 +160,7 @@ class Finished(NamedTuple):
 
     version: Count
     ask: Count
+    taken: int = -1  # the step of the worker's last push that was taken
 
 
 class Averaged(NamedTuple):
@@ -231,6 +237,7 @@ class Begin(NamedTuple):
     adds_up: bool  # as the policy's
     aggregator: str  # its text form
     kind: Kind
+    codec: str = ""  # its text form; "": none
 
 
 class Examine(NamedTuple):
@@ -308,6 +315,12 @@ class Tell(NamedTuple):
     number: Count
 
 
+class CountBytes(NamedTuple):
+    """Say how many bytes each worker's connections have brought and taken, as a JSON object by rank."""
+
+    number: Count
+
+
 class End(NamedTuple):
     """The run is over."""
 
@@ -329,7 +342,7 @@ Message: TypeAlias = (
     Hello | Data | Ask | PushMessage | Skip | More | Mean | Save | Record | Alive | Leave
     | Welcome | Go | BatchMessage | Finished | Averaged | Saved | Warned | Unknown | Refused | Over
     | Attach | Part | Took | Parameters
-    | Begin | Examine | Take | Choose | Compare | Ready | Update | Decided | Give | Tell | End | Done
+    | Begin | Examine | Take | Choose | Compare | Ready | Update | Decided | Give | Tell | CountBytes | End | Done
 )  # fmt: skip
 
 KINDS: dict[int, type[Message]] = {
@@ -370,4 +383,5 @@ KINDS: dict[int, type[Message]] = {
     89: Decided,
     90: Choose,
     91: Compare,
+    92: CountBytes,
 }

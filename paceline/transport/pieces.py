@@ -4,16 +4,22 @@ from __future__ import annotations
 
 
 class Pieces:
-    """Stretches of memory, of format "B", in the order of their bytes.
+    """Stretches of memory, of format "B", in the order of their bytes; fewer bytes may be received if ``at_most``.
 
     >>> pieces = Pieces(memoryview(b"gradi"), memoryview(b"ents"))
     >>> pieces.nbytes, len(pieces.stretches)
     (9, 2)
     """
 
-    def __init__(self, *stretches: memoryview) -> None:
+    def __init__(self, *stretches: memoryview, at_most: bool = False) -> None:
         self.stretches = [stretch for stretch in stretches if len(stretch)]
-        self.nbytes = sum(map(len, self.stretches))
+        self.nbytes, self.at_most = sum(map(len, self.stretches)), at_most
+
+    def room_for(self, nbytes: int) -> Pieces | None:
+        """Where so many bytes are received, or None if they are too many or too few."""
+        if nbytes == self.nbytes:
+            return self
+        return Pieces(*first(self.stretches, nbytes)) if self.at_most and nbytes < self.nbytes else None
 
     def copied(self) -> Pieces:
         """Copy the bytes, before their memory changes."""

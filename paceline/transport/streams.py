@@ -29,17 +29,21 @@ class PlainStream:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self.sent = self.received = 0  # bytes that the socket has taken and given
         self.exhausted = False  # the last call of receive got less than it had room for
 
     def send(self, stretches: list[memoryview]) -> int:
         """Send, and return the number of bytes that the socket took."""
-        return self._socket.sendmsg(first(stretches[:_MOST_STRETCHES], _MOST_PLAIN))
+        count = self._socket.sendmsg(first(stretches[:_MOST_STRETCHES], _MOST_PLAIN))
+        self.sent += count
+        return count
 
     def receive(self, into: list[memoryview]) -> int:
         """Fill the memory with what has come, and return the number of bytes; 0 at the end of the stream."""
         into = first(into[:_MOST_STRETCHES], _MOST_PLAIN)
         count = self._socket.recv_into(into[0]) if len(into) == 1 else self._socket.recvmsg_into(into)[0]
         self.exhausted = count < sum(map(len, into))
+        self.received += count
         return count
 
 
@@ -48,6 +52,7 @@ class SealedStream:
 
     def __init__(self, connection: socket.socket, ciphers: Ciphers, came: memoryview) -> None:
         self._socket, self._ciphers = connection, ciphers
+        self.sent = self.received = 0  # bytes that the socket has taken and given, encrypted
         self._sealed, self._coming, self._scratch = (
             memoryview(bytearray(size)) for size in (_AT_ONCE + _SEALED, max(_AT_ONCE, len(came)), RECORD)
         )
@@ -88,7 +93,9 @@ class SealedStream:
         return taken
 
     def _flush(self) -> None:
-        self._going = self._going[self._socket.send(self._going) :]
+        count = self._socket.send(self._going)
+        self.sent += count
+        self._going = self._going[count:]
 
     def receive(self, into: list[memoryview]) -> int:
         """Fill the memory with what has come, and return the number of bytes; 0 at the end of the stream.
@@ -145,4 +152,5 @@ class SealedStream:
         count = self._socket.recv_into(room)
         self._drained = count < len(room)
         self._stop += count
+        self.received += count
         return count

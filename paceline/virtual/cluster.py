@@ -49,6 +49,18 @@ class Workload(Protocol):
         """A worker's step has ended; return its loss and number of examples."""
         ...
 
+    def pushed_bytes(self, worker: int) -> float | None:
+        """The bytes of the worker's last push; None: those of every push."""
+        ...
+
+    def sent_bytes(self, workers: Sequence[int]) -> Times | None:
+        """The bytes that each of the workers is sent with the step that it begins; None: all parameters."""
+        ...
+
+    def take(self, push: Push) -> None:
+        """A push has come and is not dropped."""
+        ...
+
     def cancel(self, workers: Sequence[int]) -> None:
         """The workers' steps are cancelled."""
         ...
@@ -153,12 +165,18 @@ class Cluster:
         """A worker has ended its step and sends its gradient."""
         loss, examples = (None, self._push_examples) if self._work is None else self._work.end(worker, step)
         push = Push(worker, 0, step, version, examples, loss)
-        arrives = self.network.push(at)
+        arrives = self.network.push(at, None if self._work is None else self._work.pushed_bytes(worker))
         if arrives > at:
             seconds = float(self._ends[worker] - self._began[worker])
             self._agenda.call(arrives, functools.partial(self._arrive, push, seconds))
         else:
-            self._carry_out(self._policy.pushed(self.state, push, at), at)
+            self._carry_out(self._hear(push, at), at)
+
+    def _hear(self, push: Push, at: float) -> Actions:
+        actions = self._policy.pushed(self.state, push, at)
+        if self._work is not None and not any(isinstance(action, Drop) for action in actions):
+            self._work.take(push)
+        return actions
 
     def _end_together(self, worker: int, batch: StepEnds) -> bool:
         """Pass the pushes of this worker and the next ones to the policy at once, as many as it takes unanswered."""
@@ -172,7 +190,7 @@ class Cluster:
         return bool(others)
 
     def _arrive(self, push: Push, seconds: float, at: float) -> None:
-        actions = self._policy.pushed(self.state, push, at)
+        actions = self._hear(push, at)
         if any(isinstance(action, Drop) for action in actions):
             self.tally.thrown_away += seconds
         self._carry_out(actions, at)
@@ -209,7 +227,7 @@ class Cluster:
         workers, step, work = send
         if self._work is not None:
             self._work.begin(workers, self.version, work)
-        begin = self.network.send(at, len(workers))
+        begin = self.network.send(at, len(workers), None if self._work is None else self._work.sent_bytes(workers))
         batches: int | Numbers = self._policy.local_steps
         if work:
             self._round_parts = work[0].num_parts

@@ -20,23 +20,26 @@ class Network(ABC):
         self.bytes_out = 0.0  # from the server, or between peers; each byte on the wire counts once
 
     @abstractmethod
-    def push(self, at: float) -> float:
-        """The arrival time of a gradient sent at ``at``; calls must come in the order of time."""
+    def push(self, at: float, nbytes: float | None = None) -> float:
+        """The arrival time of a push sent at ``at``, of so many bytes; calls must come in the order of time."""
 
     @abstractmethod
-    def send(self, at: float, workers: int) -> Times:
-        """The times at which the workers receive parameters that the server sends at ``at``, one after the other."""
+    def send(self, at: float, workers: int, nbytes: Times | None = None) -> Times:
+        """The times at which the workers receive parameters that the server sends at ``at``, one after the other.
+
+        Each is sent so many bytes.
+        """
 
 
 class Instant(Network):
     """Messages take no time; bytes are counted."""
 
-    def push(self, at: float) -> float:
-        self.bytes_in += self.pushed
+    def push(self, at: float, nbytes: float | None = None) -> float:
+        self.bytes_in += self.pushed if nbytes is None else nbytes
         return at
 
-    def send(self, at: float, workers: int) -> Times:
-        self.bytes_out += workers * self.nbytes
+    def send(self, at: float, workers: int, nbytes: Times | None = None) -> Times:
+        self.bytes_out += workers * self.nbytes if nbytes is None else float(nbytes.sum())
         return np.full(workers, at)
 
 
@@ -45,18 +48,23 @@ class ServerLink(Network):
 
     def __init__(self, link: Link, nbytes: float, pushed: float | None = None) -> None:
         super().__init__(nbytes, pushed)
-        self._latency = link.latency
-        self._transfer, self._push_transfer = nbytes / link.bandwidth, self.pushed / link.bandwidth
+        self._latency, self._bandwidth = link.latency, link.bandwidth
+        self._transfer = nbytes / link.bandwidth
         self._in_free = self._out_free = 0.0
 
-    def push(self, at: float) -> float:
-        self.bytes_in += self.pushed
-        self._in_free = max(at + self._latency, self._in_free) + self._push_transfer
+    def push(self, at: float, nbytes: float | None = None) -> float:
+        nbytes = self.pushed if nbytes is None else nbytes
+        self.bytes_in += nbytes
+        self._in_free = max(at + self._latency, self._in_free) + nbytes / self._bandwidth
         return self._in_free
 
-    def send(self, at: float, workers: int) -> Times:
-        self.bytes_out += workers * self.nbytes
-        leaves = max(at, self._out_free) + self._transfer * np.arange(1, workers + 1)
+    def send(self, at: float, workers: int, nbytes: Times | None = None) -> Times:
+        if nbytes is None:
+            self.bytes_out += workers * self.nbytes
+            leaves = max(at, self._out_free) + self._transfer * np.arange(1, workers + 1)
+        else:
+            self.bytes_out += float(nbytes.sum())
+            leaves = max(at, self._out_free) + np.cumsum(nbytes) / self._bandwidth
         self._out_free = float(leaves[-1])
         return np.asarray(leaves + self._latency, dtype=np.float64)
 
@@ -73,10 +81,10 @@ class Collective(Network):
         self._exposed = exposed
         self._began = 0.0
 
-    def push(self, at: float) -> float:
+    def push(self, at: float, nbytes: float | None = None) -> float:
         return at
 
-    def send(self, at: float, workers: int) -> Times:
+    def send(self, at: float, workers: int, nbytes: Times | None = None) -> Times:
         if at > 0:  # at the start all workers have the parameters
             self.bytes_out += workers * self.nbytes
             at += self._exposed(at - self._began)

@@ -61,6 +61,8 @@ class VirtualGroup:
     half precisions in float32, as in the collectives of one host.
     """
 
+    takes_turns = True  # one thread a worker
+
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
         self._calls = 0

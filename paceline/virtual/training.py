@@ -8,9 +8,11 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paceline.codecs import read_codec
 from paceline.errors import UsageError
 from paceline.optim import make_optimizer
 from paceline.policies import ServerPolicy
@@ -18,12 +20,15 @@ from paceline.policies.messages import Commit, Push, Work
 from paceline.seeding import derive_seed, seed_streams
 from paceline.server.local_steps import make_local_steps
 from paceline.server.part_sum import PartSum
+from paceline.store.behind import Behind
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, fill_push, read_parameters
 from paceline.store.layout import Arena, ModelLayouts
+from paceline.store.packets import PushPackets
 from paceline.store.parameter_store import ParameterStore
 from paceline.store.pending import PushKey, shares_of
 from paceline.train_state import TrainState
+from paceline.virtual.agenda import Times
 from paceline.virtual.batches import BatchQueue
 from paceline.virtual.peers import PeersTraining
 from paceline.virtual.plan import Curve, TrainingOutcome, TrainingPlan
@@ -40,7 +45,7 @@ class GradientWork:
     def __init__(
         self, plan: TrainingPlan, scenario: Scenario, policy: ServerPolicy, curve: Curve, *, by_commits: bool = False
     ) -> None:
-        rule = CommitRule.of(policy)
+        rule = CommitRule.of(policy, read_codec(plan.codec))
         self._problem, self._seed, self.curve = plan.problem, scenario.seed, curve
         seed_streams(derive_seed(scenario.seed, "model"))
         self.model = plan.problem.make_model()
@@ -64,6 +69,19 @@ class GradientWork:
         if self._local is not None and schedulers:
             raise UsageError(f"under {policy} workers make their own steps, for which no schedule is simulated")
         self._parts = PartSum(self._replica) if rule.coded else None
+        self._packing = [
+            PushPackets(rule.codec, [self._replicas], rule.kind, seed=scenario.seed, rank=worker)
+            for worker in range(scenario.workers)
+            if rule.codec is not None
+        ]
+        self._packets = dict[int, float]()  # by worker: the bytes of its last push
+        self._behind = [
+            Behind(rule.codec, self._layouts, seed=scenario.seed, rank=worker)
+            for worker in range(scenario.workers)
+            if rule.codec is not None and rule.codec.both
+        ]
+        self._sent = dict[int, float]()  # by worker: the bytes of what it was sent last
+        self._scale = scenario.nbytes / self.nbytes if scenario.nbytes else 1.0
         self._newest = self._memory.clone()
         self._loaded: Tensor | None = self._newest  # what the replica has
         self._queue = BatchQueue(plan.problem.train, plan.batch, scenario.seed)
@@ -84,8 +102,10 @@ class GradientWork:
 
     def begin(self, workers: Sequence[int], version: int | None, work: Sequence[Work] = ()) -> None:
         for worker in workers:
+            if self._packing:
+                self._packing[worker].answered(taken=False)  # if its last push is still on its way, it comes too late
             if version is not None:
-                self._reads[worker] = self._newest
+                self._reads[worker] = self._send(worker, version) if self._behind else self._newest
             if not work:
                 self._batches[worker] = [self._queue.take() for _ in range(self._local_steps)]
         for worker, its in zip(workers, work, strict=False):
@@ -96,6 +116,20 @@ class GradientWork:
                 coefficient * self._queue.examples(self._round_batches[part]) / self._examples_of_round()
                 for part, coefficient in its.parts
             ]
+
+    def _send(self, worker: int, version: int) -> Tensor:
+        """Send a worker a packet, or at first all parameters; return what it then has."""
+        memory, behind = self._newest.clone(), self._behind[worker]
+        views = self._layouts.down.views(memory)
+        packet = behind.encode(views, version=version)
+        if packet is None:
+            behind.take_all(views)
+        behind.write(views)
+        self._sent[worker] = self._scale * (self.nbytes if packet is None else packet.numel())
+        return memory
+
+    def sent_bytes(self, workers: Sequence[int]) -> Times | None:
+        return np.array([self._sent[worker] for worker in workers]) if self._behind else None
 
     def _examples_of_round(self) -> int:
         return sum(map(self._queue.examples, self._round_batches))
@@ -127,6 +161,8 @@ class GradientWork:
         if self._local is not None:
             self._local.end()
             self._loaded = None  # the replica has parameters of its own
+        if self._packing:
+            self._packets[worker] = self._scale * self._packing[worker].code()
         arena = self._free.pop() if self._free else Arena(self._layouts.up)
         self._done[PushKey(worker, step)] = arena, fill_push(self._replicas, arena).used, batches
         return loss, examples
@@ -147,6 +183,13 @@ class GradientWork:
         views = self._replicas.down.views(kept)[len(self._replicas.parameters) :]
         for view, buffer in zip(views, self._replicas.buffers, strict=True):
             view.copy_(buffer)
+
+    def pushed_bytes(self, worker: int) -> float | None:
+        return self._packets.get(worker)
+
+    def take(self, push: Push) -> None:
+        if self._packing:
+            self._packing[push.worker].answered(taken=True)
 
     def drop(self, push: Push) -> None:
         arena, _, batches = self._done.pop(PushKey(push.worker, push.step))
