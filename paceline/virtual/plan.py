@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.codecs import Codec
 from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError
 from paceline.problems import Problem
@@ -25,6 +26,7 @@ class TrainingPlan:
     problem: Problem
     optimizer: str | None = None  # None: the problem's own
     batch_size: int | None = None  # of each worker; None: the problem's own
+    codec: str | Codec | None = None  # of what is exchanged; its packets' bytes are what messages cost
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     epochs: float = 0.0  # over which a cosine falls; other schedules do not ask
     points: int = 40  # of the curve
