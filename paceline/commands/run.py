@@ -76,7 +76,7 @@ def run(
         delay=read_delay(delay, delay_unit, here),
         servers=servers,
     )
-    check_codec(codec)
+    check_codec(codec, policy)
     learners = 1
     if policy is not None and address is None:
         from paceline.commands.learners import settle_learners
@@ -129,7 +129,7 @@ def serve(
     from paceline.launch.supervisor import check_command, supervise
 
     needs_server(policy, "serve", workers)
-    check_codec(codec)
+    check_codec(codec, policy)
     check_command(command, workers)
     where = read_bind(bind)
     token, file = find_or_make_token(token_file)
