@@ -21,7 +21,7 @@ from paceline.errors import LostContactError, OutOfStepError
 
 # Packets travel in pieces, of which a few are on the way at once: if a queue of the network overflows, TCP may wait for
 # 200 ms.
-_PIECE, _AHEAD = 1 << 17, 16
+_PIECE, _AHEAD = 1 << 18, 2
 
 
 class _Packets:
