@@ -19,8 +19,7 @@ from paceline.collectives.descriptions import RANKS_DIFFER
 from paceline.collectives.register import NAME
 from paceline.errors import LostContactError, OutOfStepError
 
-# Packets travel in pieces, of which a few are on the way at once: if a queue of the network overflows, TCP may wait for
-# 200 ms.
+# Packets travel in pieces, of which a few are on the way at once; chosen by benchmarks/codecs_link.py, single runs.
 _PIECE, _AHEAD = 1 << 18, 2
 
 
