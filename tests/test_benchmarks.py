@@ -190,6 +190,15 @@ def test_slow_link(run: Scripts, data_dir: Path) -> None:
 
 
 @pytest.mark.soak
+def test_codecs_link(run: Scripts) -> None:
+    found = run("codecs_link.py")
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    for row in found["rows"]:
+        assert positive(row, "ms", "faster", "bytes", "interface_bytes", "fewer")
+
+
+@pytest.mark.soak
 def test_peer_kills(run: Scripts) -> None:
     (row,) = run("peer_kills.py", code=None)["rows"]
     assert (row["policy"], row["kills"], row["exactly_once"]) == ("all-reduce", 1, True)

@@ -90,6 +90,16 @@ def test_a_codec_is_passed_on_and_a_wrong_one_refused(command: str, paceline: An
     assert "no codec called 'sgin'. Did you mean 'sign'?" in wrong.err
 
 
+@pytest.mark.parametrize("command", [["run"], ["train", "quadratic"]])
+def test_a_codec_that_the_policy_cannot_have_is_refused_before_anything_starts(
+    command: list[str], paceline: Any, asked: Any
+) -> None:
+    options = ["--workers", "2", "--policy", "gossip", "--codec", "sign"]
+    found = paceline(*command, *options, *(["script.py"] if command == ["run"] else []))
+    assert (found.code, asked) == (2, [])
+    assert "codec sign cannot be used under gossip" in found.err
+
+
 def test_what_serve_asks_for(paceline: Any, asked: Any) -> None:
     options = ["--bind", "0.0.0.0:47", "--policy", "async", "--trusted-network", "--token-file", "token"]
     assert paceline("serve", "--workers", "8", *options, "script.py", "-x").code == 7

@@ -28,6 +28,7 @@ from paceline.studies import (
     STUDIES,
     AdversariesStudy,
     BatchesOrLearnersStudy,
+    CodecsStudy,
     CommunicationStudy,
     DiLoCoStudy,
     EASGDStudy,
@@ -89,6 +90,7 @@ QUICK: dict[str, Study] = {
     "diloco": DiLoCoStudy(
         problem="digits", model="net1", workers=2, every=4, steps=8, judges=100, link="1ms 10kB/s", seeds=2
     ),
+    "codecs": CodecsStudy(problem="digits", model="net1", examples=256, workers=2, batch_size=2, epochs=1, seeds=2),
     "warm-up": WarmUpStudy(problem="digits", workers=8, rates=(0.1,), epochs=2, seeds=2),
     "adversaries": AdversariesStudy(
         problem="digits",

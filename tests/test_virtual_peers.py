@@ -118,11 +118,13 @@ def test_averaging_after_every_step_of_plain_sgd_has_the_curve_of_all_reduce() -
     assert without_name(together.run) == {**without_name(local.run), "bytes_out": together.run.bytes_out}
 
 
-def by_sessions(group: Any, problem: Problem, policy: str, steps: int, batch_size: int) -> dict[str, Tensor]:
+def by_sessions(
+    group: Any, problem: Problem, policy: str, steps: int, batch_size: int, codec: str | None = None
+) -> dict[str, Tensor]:
     """Train as a live worker does, on any process group."""
     model = problem.make_model()
     optimizer = make_optimizer("sgd(lr=0.05, momentum=0.9)", model.parameters())
-    with paceline.join(model, optimizer, policy=policy, seed=7, group=group) as session:
+    with paceline.join(model, optimizer, policy=policy, codec=codec, seed=7, group=group) as session:
         for inputs, targets in session.batches(problem.train, batch_size, epochs=9):
             if session.steps == steps:
                 break
@@ -134,15 +136,23 @@ def by_sessions(group: Any, problem: Problem, policy: str, steps: int, batch_siz
 
 
 @pytest.mark.skipif(not native.available(), reason="sums over Gloo have another order")
-@pytest.mark.parametrize("policy", PEERS)
-def test_it_is_the_live_run_to_the_bit(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "codec"),
+    [
+        *((policy, None) for policy in PEERS),
+        ("all-reduce", "qsgd(raw_below=0)"),
+        ("all-reduce", "power-sgd(rank=1)"),
+        ("local-sgd(every=3)", "top-k(density=0.1)"),
+    ],
+)
+def test_it_is_the_live_run_to_the_bit(policy: str, codec: str | None) -> None:
     """The same batches, with the short ones of an epoch's end, the same seeds, and sums in the same order."""
     problem = load_problem("logistic")
     seed_streams(derive_seed(7, "model"))
     start = problem.make_model()
     same_start = dataclasses.replace(problem, make_model=lambda: _copied(problem.make_model(), start.state_dict()))
-    live = World("shared memory")(3, lambda group: by_sessions(group, same_start, policy, 11, 200))
-    plan = make_plan(problem, optimizer="sgd(lr=0.05, momentum=0.9)", batch_size=200)
+    live = World("shared memory")(3, lambda group: by_sessions(group, same_start, policy, 11, 200, codec))
+    plan = make_plan(problem, optimizer="sgd(lr=0.05, momentum=0.9)", batch_size=200, codec=codec)
     virtual = run(policy, 3, plan=plan, seed=7, delay="1", seconds=11.5)
     assert virtual.outcome().run.commits == 11
     assert_same(live[0], virtual.model.state_dict())
@@ -151,6 +161,19 @@ def test_it_is_the_live_run_to_the_bit(policy: str) -> None:
 def _copied(model: Any, state: dict[str, Tensor]) -> Any:
     model.load_state_dict(state)
     return model
+
+
+def test_packets_take_the_time_and_the_bytes_that_they_have() -> None:
+    plan = make_plan(optimizer=PLAIN)
+    fast, slow = (
+        run("all-reduce", plan=dataclasses.replace(plan, codec=codec), link="1ms 1kB/s", delay="1", seconds=60.0)
+        for codec in ("top-k(density=0.1)", None)
+    )
+    for training in (fast, slow):
+        assert training.outcome().run.commits > 0
+    one, other = (each.outcome().run for each in (fast, slow))
+    assert one.bytes_out / one.commits < other.bytes_out / other.commits
+    assert one.commits > other.commits
 
 
 @pytest.mark.parametrize("every", [1, 4])

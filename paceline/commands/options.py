@@ -42,12 +42,16 @@ def codec_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--codec", help=text)(command)
 
 
-def check_codec(codec: str | None) -> None:
-    """Raise if there is no such codec."""
+def check_codec(codec: str | None, policy: str | None) -> None:
+    """Raise if there is no such codec, or the policy, where the command names one, cannot have it."""
     if codec is not None:  # else torch need not be imported
         from paceline.codecs import read_codec
+        from paceline.peers import connect
+        from paceline.policies import parse_policy
 
-        read_codec(codec)
+        chosen = read_codec(codec)
+        if policy is not None:
+            connect.check_codec(parse_policy(policy), chosen)
 
 
 def needs_server(policy: str | None, asked_by: str | None, workers: int | None) -> bool:

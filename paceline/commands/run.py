@@ -68,7 +68,7 @@ def run(
         delay=options.read_delay(delay, delay_unit, here),
         servers=servers,
     )
-    options.check_codec(codec)
+    options.check_codec(codec, policy)
     learners = 1
     if policy is not None and address is None:
         from paceline.commands.learners import settle_learners
@@ -121,7 +121,7 @@ def serve(
     from paceline.launch.supervisor import check_command, supervise
 
     options.needs_server(policy, "serve", workers)
-    options.check_codec(codec)
+    options.check_codec(codec, policy)
     check_command(command, workers)
     where = read_bind(bind)
     token, file = find_or_make_token(token_file)

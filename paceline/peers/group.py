@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +18,9 @@ from torch import Tensor
 from paceline.collectives.descriptions import RANKS_DIFFER
 from paceline.collectives.register import NAME
 from paceline.errors import LostContactError, OutOfStepError
+
+# Packets travel in pieces, of which a few are on the way at once; chosen by benchmarks/codecs_link.py, single runs.
+_PIECE, _AHEAD = 1 << 18, 2
 
 
 class _Packets:
@@ -33,10 +38,24 @@ class _Packets:
             work.wait()
         for other, length in lengths.items():
             packets[other] = torch.empty(int(length), dtype=torch.uint8, device=peers.device)
-        full = [peers.receive(packet, other) for other, packet in packets.items() if other in lengths and len(packet)]
-        for work in [*full, *self._sent]:
+        self._receive([[(other, piece) for piece in _pieces(packets[other])] for other in self._others])
+        for work in self._sent:
             work.wait()
         return [packets[rank].cpu() for rank in range(peers.size)]
+
+    def _receive(self, wanted: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
+        """Receive pieces of all others in turn, a few at a time."""
+        coming: deque[Pending] = deque()
+        for pieces in itertools.zip_longest(*wanted):
+            coming.extend(self._peers.receive(piece, other) for other, piece in filter(None, pieces))
+            while len(coming) > _AHEAD * len(wanted):
+                coming.popleft().wait()
+        for work in coming:
+            work.wait()
+
+
+def _pieces(packet: Tensor) -> Sequence[Tensor]:
+    return torch.split(packet, _PIECE) if len(packet) else ()
 
 
 class Pending(Protocol):
@@ -115,7 +134,7 @@ class Peers:
         """Start giving every worker the packets of all, whose sizes may differ; each goes to each receiver once."""
         others = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
         length = torch.tensor([len(packet)], device=self.device)
-        parts = [length, packet.to(self.device)] if len(packet) else [length]
+        parts = [length, *_pieces(packet.to(self.device))]
         return _Packets(self, packet, others, [self.send(part, other) for other in others for part in parts])
 
     def send(self, tensor: Tensor, to: int) -> Pending:

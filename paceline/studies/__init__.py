@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.studies.adversaries import AdversariesStudy
 from paceline.studies.batches_or_learners import BatchesOrLearnersStudy
+from paceline.studies.codecs import CodecsStudy
 from paceline.studies.communication import CommunicationStudy
 from paceline.studies.diloco import DiLoCoStudy
 from paceline.studies.easgd import EASGDStudy
@@ -23,6 +24,7 @@ __all__ = [
     "STUDIES",
     "AdversariesStudy",
     "BatchesOrLearnersStudy",
+    "CodecsStudy",
     "CommunicationStudy",
     "DiLoCoStudy",
     "EASGDStudy",
@@ -54,6 +56,7 @@ STUDIES: dict[str, type[Study]] = {
         ScalingStudy,
         SMAStudy,
         DiLoCoStudy,
+        CodecsStudy,
         BatchesOrLearnersStudy,
         StalenessStudy,
         AdversariesStudy,

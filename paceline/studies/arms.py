@@ -38,6 +38,7 @@ class Arm:
     batch_size: int  # of each worker
     workers: int = 1
     policy: str = "all-reduce"
+    codec: str | None = None
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     delay: str = "1"
     link: str = "instant"
@@ -64,6 +65,7 @@ class Arm:
             problem=attacked(problem, self.attack, self.hostile),
             optimizer=self.optimizer,
             batch_size=self.batch_size,
+            codec=self.codec,
             schedule=self.schedule,
             epochs=self.epochs,
             points=self.points,

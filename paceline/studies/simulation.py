@@ -33,7 +33,7 @@ Depth = Literal["formula", "time"]
 COMMITS = 1000
 SECONDS = 500.0
 OF_A_PROBLEM = (
-    "model", "normalise", "xavier", "attack", "hostile", "optimizer", "batch_size", "seconds", "target",
+    "model", "normalise", "xavier", "attack", "hostile", "codec", "optimizer", "batch_size", "seconds", "target",
 )  # fmt: skip
 
 
@@ -63,6 +63,7 @@ class Simulation(Study):
     xavier: bool = option(False, "Fill the model's weights by Xavier's rule.")
     attack: str | None = option(None, "What hostile workers push, such as sign-flip(scale=10).")
     hostile: int = option(0, "Workers that attack, from worker 0.")
+    codec: str | None = option(None, "Of what workers exchange, such as 'top-k(density=0.001)'.")
     optimizer: str | None = option(None, "Of the server, or of every peer.  [default: the problem's]")
     batch_size: int | None = option(None, "Of each worker.  [default: the problem's]")
     seconds: float | None = option(None, f"Virtual seconds of every run with a problem.  [default: {SECONDS:g}]")
@@ -127,7 +128,11 @@ class Simulation(Study):
         )
         problem = attacked(load_problem(self.problem, options), self.attack, self.hostile)
         return problem, TrainingPlan(
-            problem=problem, optimizer=self.optimizer, batch_size=self.batch_size, points=self.points
+            problem=problem,
+            optimizer=self.optimizer,
+            batch_size=self.batch_size,
+            codec=self.codec,
+            points=self.points,
         )
 
     def _formulas(self, cases: list[Scenario], context: StudyContext) -> StudyResult:

@@ -24,6 +24,7 @@ from paceline.data.sampler import ShardedSampler
 from paceline.errors import UsageError, check_whole, unknown_name
 from paceline.launch.environment import read_world, take_server_assignment
 from paceline.optim import make_optimizer
+from paceline.peers.connect import check_codec
 from paceline.policies import parse_policy
 from paceline.policies.server import ServerPolicy
 from paceline.problems import Problem, ProblemOptions, load_problem
@@ -144,6 +145,7 @@ def check_config(config: TrainConfig, problem: Problem, workers: int = 1, server
     """Raise the errors that ``train`` would raise before its first step, without making a run."""
     policy = parse_policy(config.policy)
     codec = read_codec(config.codec)
+    check_codec(policy, codec)
     if config.hostile > workers:
         raise UsageError(f"wanted {config.hostile} hostile workers, found {workers} workers; lower --hostile")
     if isinstance(policy, ServerPolicy):

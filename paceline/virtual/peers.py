@@ -90,6 +90,7 @@ class PeersTraining(PeersClock):
             model,
             optimizer,
             policy=scenario.policy,
+            codec=plan.codec,
             scheduler=() if scheduler is None else scheduler,
             seed=scenario.seed,
             on_nan="ignore",
