@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import threading
@@ -244,3 +245,15 @@ def test_addresses_of_both_kinds(bound: str) -> None:
         for host in {"[::1]:0": ["[::1]"], "[::]:0": ["[::1]", "127.0.0.1"], "*:0": ["127.0.0.1"]}[bound[6:]]:
             assert not sealed_to(f"tcp://{host}:{port}", trusted=False)
             Hand(cluster, address=f"tcp://{host}:{port}").ask()
+
+
+@pytest.mark.parametrize(("address", "told"), [("ipc://@nobody {key}", False), ("tcp://127.0.0.1:1", True)])
+def test_who_waits_for_a_server_elsewhere_says_so(
+    address: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the server's own host it is not told: a worker may start faster, and the supervisor tells of deaths."""
+    monkeypatch.setattr("paceline.server.client._TIME_TO_ANSWER", 0.1)
+    address = address.format(key=secrets.token_hex(8))
+    with pytest.raises(CommError, match="no answer from a server"):
+        Client(Weights(), address=address, token=TOKEN, sealed=False, rank=0, incarnation=0, memory=None)
+    assert ("does not answer" in caplog.text) == told

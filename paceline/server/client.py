@@ -113,7 +113,7 @@ class Client:
     def _meet(self, seconds: float, complaint: str) -> None:
         """Join the server, and try again for so many seconds; then raise ``CommError(complaint)``."""
         deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
-        told = self._memory_file is not None  # on the server's host the supervisor tells of its death
+        told = self._address.startswith("ipc://")  # on the server's host the supervisor tells of its death
         while True:
             try:
                 self._join()
