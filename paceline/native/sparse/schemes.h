@@ -1,7 +1,7 @@
 // The schemes, over any problem that can compute and apply one update.
 //
 // A problem P has: items(), coordinates(), prefetch_start(item), prefetch_item(item), prefetch_parameters(item),
-// for_coordinates(item, f) over what an update writes, P::Gradient, P::Scratch, bind(parameters, rate),
+// for_coordinates(item, f) over what an update writes, P::Gradient, P::Scratch, bind(parameters, rate, epoch),
 // compute(access, item, scratch), apply(access, item, gradient, scratch), settle() and the copies of `average`.
 #pragma once
 #include <algorithm>
