@@ -238,19 +238,30 @@ class Linear {
         throw Refused("indptr: row " + std::to_string(row) + " begins at " + std::to_string(first) + " and ends at " +
                       std::to_string(end) + " of " + std::to_string(data_.entries) + " entries");
       counted->most = std::max(counted->most, end - first);
+      // Few branches for what is nearly always right. A number that is not finite has no finite square.
+      bool right = true;
+      double square = 0;
       for (int64_t k = first; k < end; ++k) {
-        check_index(indices()[k], data_.columns, "row", row);
-        if (!std::isfinite(values()[k]))
-          throw Refused("row " + std::to_string(row) + ", column " + std::to_string(indices()[k]) +
-                        ": wanted a finite number, got " + std::to_string(values()[k]));
-        ++counted->entries[indices()[k]];
-        squares += static_cast<double>(values()[k]) * values()[k];
+        right &= static_cast<uint64_t>(indices()[k]) < static_cast<uint64_t>(data_.columns);
+        square += static_cast<double>(values()[k]) * values()[k];
       }
+      if (!right || !std::isfinite(square)) check_entries(row);
+      for (int64_t k = first; k < end; ++k) ++counted->entries[indices()[k]];
+      squares += square;
       check_row(row);
     }
     group(*counted);
     if (data_.entries > 0) counted->mean_square = squares / static_cast<double>(data_.entries);
     counted_ = std::move(counted);
+  }
+
+  void check_entries(int64_t row) const {
+    for (int64_t k = start(row), end = start(row + 1); k < end; ++k) {
+      check_index(indices()[k], data_.columns, "row", row);
+      if (!std::isfinite(values()[k]))
+        throw Refused("row " + std::to_string(row) + ", column " + std::to_string(indices()[k]) +
+                      ": wanted a finite number, got " + std::to_string(values()[k]));
+    }
   }
 
   static void group(Counted& counted) {
