@@ -102,7 +102,7 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
             made = max(made, self._run(engine, epochs, tol))
             coefs[column] = engine.parameters["coef"]
             intercepts[column] = engine.parameters["intercept"][0] if self.fit_intercept else 0
-            if not np.isfinite(coefs[column] @ coefs[column] + intercepts[column]):
+            if not np.isfinite(problem.penalty(engine.parameters) + intercepts[column]):
                 raise ValueError(
                     f"the objective became infinite at rate={self.rate_:g}; scale the data or lower the rate"
                 )
