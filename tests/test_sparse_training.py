@@ -158,6 +158,12 @@ def test_rows_without_entries_are_told(tmp_path: Path) -> None:
     assert load_task(TaskOptions(data=str(tmp_path / "train"), intercept=True)).notes == ()
 
 
+def test_a_row_without_entries_is_of_the_negative_class(tmp_path: Path) -> None:
+    (tmp_path / "train").write_text("1 1:1\n-1\n-1\n1\n")
+    result = train_sparse(config(None, str(tmp_path / "train"), epochs=2))
+    assert result.measured["train_error"] == 0.25
+
+
 def test_the_smallest_cut_of_a_small_network_is_found(data: dict[str, str]) -> None:
     result = train_sparse(config(None, data["graph-cut"], "graph-cut"))
     assert result.value == 5 == pytest.approx(result.measured["objective"], rel=0.01)
