@@ -102,6 +102,7 @@ def test_a_finished_run_is_finished(data: dict[str, str], tmp_path: Path) -> Non
     again = train_sparse(config(tmp_path / "run", data["svm"], epochs=2, resume=True))
     assert again.resumed_at == first.updates == again.updates
     assert again.measured == first.measured
+    assert [event["event"] for event in metrics_of(tmp_path / "run")].count("end") == 1
     longer = train_sparse(config(tmp_path / "run", data["svm"], epochs=3, resume=True))
     assert longer.epochs == 3
 
@@ -207,6 +208,44 @@ def test_the_command_trains_and_shows_what_it_measured(
     again = paceline("train", "--resume", "runs/svm-1", "--epochs", "4", "--json")
     result = json.loads(again.out)
     assert (result["epochs"], result["resumed_at"], result["policy"]) == (4, 400, "hogwild(threads=2)")
+
+
+def test_the_bound_is_of_threads_that_race(data: dict[str, str], paceline: Any) -> None:
+    for policy, races in [("hogwild(threads=2)", True), ("hogwild(threads=1)", False), ("locked(threads=2)", False)]:
+        out = paceline("train", "svm", "--data", data["svm"], "--policy", policy, "--epochs", "1").out
+        assert ("times the updates of one thread (a bound)" in out) == races, out
+
+
+def test_resuming_a_finished_run_says_so_and_keeps_its_options(data: dict[str, str], paceline: Any) -> None:
+    paceline("train", "svm", "--data", data["svm"], "--policy", "serial", "--epochs", "2")
+    before = Path("runs/svm-1/config.json").read_bytes()
+    again = paceline("train", "--resume", "runs/svm-1", "--rate", "7")
+    assert again.code == 0 and "after 2 epochs; the run was finished already" in again.out
+    assert Path("runs/svm-1/config.json").read_bytes() == before
+
+
+def test_another_problem_is_not_resumed(data: dict[str, str], paceline: Any) -> None:
+    paceline("train", "svm", "--data", data["svm"], "--policy", "serial", "--epochs", "1")
+    Path("neural").mkdir()
+    Path("neural/config.json").write_text('{"train": {"problem": "digits"}}')
+    for name, run, own in (
+        ("graph-cut", "runs/svm-1", "svm"),
+        ("digits", "runs/svm-1", "svm"),
+        ("svm", "neural", "digits"),
+    ):
+        ended = paceline("train", name, "--resume", run, "--epochs", "2")
+        assert ended.code == 2 and ended.out == ""
+        assert (
+            ended.err == f"paceline: {run} is a run of {own!r}, not of {name!r}; leave the problem out to resume it\n"
+        )
+
+
+def test_a_run_that_is_not_there_is_named_before_options(paceline: Any) -> None:
+    for arguments in (["--rate", "1"], ["--workers", "0"], ["svm", "--rank", "-3"]):
+        ended = paceline("train", *arguments, "--resume", "nowhere")
+        assert ended.code == 2 and re.fullmatch(
+            r"paceline: --resume wants .*nowhere/config.json is missing.*\n", ended.err
+        )
 
 
 def test_ctrl_c_leaves_a_checkpoint(data: dict[str, str], paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:

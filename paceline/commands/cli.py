@@ -31,6 +31,8 @@ from paceline.commands.run import run, serve
 from paceline.commands.sparse import (
     NAMES,
     OWN,
+    check_resumed_problem,
+    not_a_run,
     refuse_sparse_options,
     saved_sparse,
     sparse_options,
@@ -164,6 +166,8 @@ def train(
     """
     given = _typed(context, context.params)
     saved = saved_sparse(resume) if resume is not None else None
+    if resume is not None:
+        check_resumed_problem(resume, given.get("problem"))
     if saved is not None or (resume is None and options["problem"] in NAMES):
         if not _is_on_command_line(context, "data"):  # PACELINE_DATA is a directory, and these want a file
             given.pop("data", None)
@@ -366,9 +370,7 @@ def _saved_options(run: str) -> dict[str, Any]:
         if not {*saved, *schedule, "schedule"} <= known:
             raise ValueError("options of another version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"--resume wants the directory of a run of 'paceline train'; {file} is missing or is not of such a run"
-        ) from error
+        raise not_a_run(file) from error
     return {**saved, **schedule, "workers": workers}
 
 

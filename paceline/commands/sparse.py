@@ -51,6 +51,26 @@ def saved_sparse(run: str) -> dict[str, Any] | None:
         return None
 
 
+def check_resumed_problem(run: str, problem: str | None) -> None:
+    """Raise if the directory holds no run, or one of another problem than the user named."""
+    file = Path(run) / "config.json"
+    try:
+        config = json.loads(file.read_text())
+        own = str(config["sparse"]["options"]["problem"] if "sparse" in config else config["train"]["problem"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise not_a_run(file) from error
+    moved = own.endswith(".py") and str(problem).endswith(".py")  # a file may lie elsewhere by now
+    if problem not in (None, own) and not moved:
+        raise UsageError(f"{run} is a run of {own!r}, not of {problem!r}; leave the problem out to resume it")
+
+
+def not_a_run(file: Path) -> UsageError:
+    """The error about a directory to resume that holds no run."""
+    return UsageError(
+        f"--resume wants the directory of a run of 'paceline train'; {file} is missing or is not of such a run"
+    )
+
+
 def train_sparse_problem(
     given: dict[str, Any], saved: Mapping[str, Any] | None, free_run: Callable[[str], str]
 ) -> None:
@@ -120,15 +140,16 @@ def _progress_line(title: str) -> Any:
 
 def _show(result: Any) -> None:
     found = result.sparsity
+    finished = result.resumed_at == result.updates
+    spent = "; the run was finished already" if finished else f" in {result.seconds:.1f} s"
     searched = "" if found["exact"] else " at least"
     print(
         f"{result.problem}: {result.metric} {result.value:.6g}, objective {result.measured['objective']:.6g}, after "
-        f"{result.epochs} epochs in {result.seconds:.1f} s"
+        f"{result.epochs} epochs{spent}"
     )
     lost = "" if result.lost_update_rate is None else f", {result.lost_update_rate:.2g} of the watched updates lost"
     print(f"{result.policy} on {result.threads} thread(s): {result.updates_per_second:,.0f} updates a second{lost}")
-    print(
-        f"Omega {found['omega']}, Delta {found['delta']:.2g}, rho{searched} {found['rho']:.2g}: "
-        f"predicted to need up to {found['predicted_slowdown']:.3g} times the updates of one thread"
-    )
+    bound = found["predicted_slowdown"]
+    races = "" if bound is None else f"; races cost at most {bound:.3g} times the updates of one thread (a bound)"
+    print(f"Omega {found['omega']}, Delta {found['delta']:.2g}, rho{searched} {found['rho']:.2g}{races}")
     print(f"run: {result.run}")

@@ -14,6 +14,7 @@ class SparsePolicy(Policy):
     """How the threads of the sparse engine share the parameters; a subclass is one scheme."""
 
     deterministic: ClassVar[bool] = False  # whether the same seed and number of threads give the same bits
+    races: ClassVar[bool] = False  # whether several threads write at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class Atomic(ThreadedPolicy):
     """As ``hogwild``, but each change of a coordinate is a compare-and-swap, so none is lost."""
 
     name: ClassVar[str] = "atomic"
+    races: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)

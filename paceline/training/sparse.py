@@ -139,6 +139,7 @@ class _SparseTraining:
         self.engine = Engine(task.problem, config.policy, seed=config.seed, rate=rate, decay=decay)
         self.epoch, self.whole = Tally(), Tally()  # of this epoch, and of this process
         self.measured: dict[str, float] = {}
+        self.ended = False  # whether the metrics have a line of the end
         self.saved_at: int | None = None  # updates
         self.saved_time = time.monotonic()
 
@@ -148,8 +149,9 @@ class _SparseTraining:
         resumed_at = self._updates()
         sparse = self._sparsity()
         if self.directory is not None:
-            config = {"paceline": __version__, "policy": self.config.policy, "sparse": asdict(self.config)}
-            self.directory.write_config(config)
+            if not resumed_at or self.engine.position[0] < self.epochs:  # a run that was finished keeps its options
+                config = {"paceline": __version__, "policy": self.config.policy, "sparse": asdict(self.config)}
+                self.directory.write_config(config)
             self.directory.open_metrics(metrics_bytes)
         if not resumed_at:
             self._write("data", **describe(self.task.problem), **sparse)
@@ -159,13 +161,16 @@ class _SparseTraining:
         while self.engine.position[0] < self.epochs:
             self._run_epoch()
         self.measured |= self.task.finish(self.engine)
-        self._write("end", **self.measured)
-        self._save()
+        if not self.ended:
+            self._write("end", **self.measured)
+            self.ended = True
+            self._save()
         return self._result(resumed_at, time.perf_counter() - started, sparse)
 
     def _run_epoch(self) -> None:
         epoch = self.engine.position[0]
         while self.engine.position[0] == epoch:
+            self.ended = False
             report = self.engine.run(self._slice())
             self.epoch.add(report)
             self.whole.add(report)
@@ -215,7 +220,8 @@ class _SparseTraining:
     def _sparsity(self) -> dict[str, Any]:
         found = sparsity(self.task.problem, budget=_SEARCH)
         threads = self.engine.threads
-        slowdown = found.predicted_slowdown(threads)
+        races = self.engine.policy.races and threads > 1
+        slowdown = found.predicted_slowdown(threads) if races else None
         return {**asdict(found), "threads": threads, "predicted_slowdown": slowdown}
 
     def _watch(self) -> None:
@@ -238,7 +244,7 @@ class _SparseTraining:
 
     def _save(self) -> None:
         """Write a checkpoint, numbered by thousandths of an epoch, unless this state has one."""
-        if self.directory is None or self.saved_at == self._updates():
+        if self.directory is None or (self.saved_at == self._updates() and not self.ended):
             return
         assert self.directory.metrics is not None, "the metrics are open while training"
         epoch, made = self.engine.position
@@ -247,6 +253,7 @@ class _SparseTraining:
                 "problem": self.task.name,
                 "position": [epoch, made],
                 "tally": asdict(self.epoch),
+                "ended": self.ended,
                 "metrics_bytes": self.directory.metrics.sync(),
             },
             "parameters": dict(self.engine.parameters),
@@ -279,6 +286,7 @@ class _SparseTraining:
             self.engine.parameters = state["parameters"]
             self.engine.position = tuple(saved["position"])
             self.epoch = Tally(**saved["tally"])
+            self.ended = bool(saved["ended"])
         except (KeyError, TypeError, UsageError) as error:
             raise CheckpointError(
                 f"{file} belongs to something else: {error}; resume with the data and options of its run"
