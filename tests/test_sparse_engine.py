@@ -293,7 +293,8 @@ def test_judging_other_data() -> None:
     scores = np.array([rows.values[a:b] @ coef[rows.indices[a:b]] for a, b in itertools.pairwise(rows.indptr.tolist())])
     margins = scores * other.targets
     objective = np.maximum(0, 1 - margins).mean() + 1e-3 / 2 * (coef**2).sum()
-    np.testing.assert_allclose(engine.judge(other), [objective, (margins <= 0).mean()])
+    wrong = (scores > 0) != (other.targets > 0)
+    np.testing.assert_allclose(engine.judge(other), [objective, wrong.mean()])
     with pytest.raises(UsageError, match="names, shapes and types"):
         engine.judge(linear(1, columns=41))
 
