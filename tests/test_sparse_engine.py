@@ -277,6 +277,19 @@ def test_the_fastest_number_of_threads_is_taken(monkeypatch: pytest.MonkeyPatch)
     assert fastest_threads(10, lambda threads, _: 1 / threads) == 1
 
 
+@pytest.mark.parametrize("cost", [1e-9, 1e-7, 1e-4])
+def test_trials_of_threads_are_short(cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    spent = []
+
+    def trial(threads: int, updates: int) -> float:
+        spent.append(updates * cost * (30 if threads == 2 else 1))
+        return spent[-1]
+
+    assert fastest_threads(10**6, trial) == 1
+    assert sum(spent) < 0.6 and len(spent) < 500
+
+
 def test_a_trial_of_threads_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.hogwild.thread_choice.WORTH_THREADS", 0)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
