@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("paceline.native._sparse", reason="needs the compiled engine")
 pytest.importorskip("sklearn", reason="needs scikit-learn")
 
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import sparse
 from sklearn.datasets import make_blobs, make_regression
 from sklearn.linear_model import SGDRegressor
@@ -113,6 +115,20 @@ def test_the_rate_of_partial_fit_falls_by_calls(kind: Any) -> None:
     assert model.t_ == 1 + 10 * 500
     assert lengths[-1] < lengths[1] / 1.2 and lengths[-1] < lengths[0] / 3
     assert model.fit(rows, labels).t_ == 1 + model.n_iter_ * 500  # from the beginning
+
+
+@given(st.lists(st.floats(-8, 8), min_size=2, max_size=6), st.integers(0, 9))
+def test_no_weights_of_rows_make_a_regressor_worse_than_zero(exponents: list[float], seed: int) -> None:
+    weights = 10 ** np.array(exponents)
+    rows = 10 ** np.random.default_rng(seed).uniform(-2, 2, (len(weights), 2))
+    targets = rows @ [1, -1]
+    model = HogwildRegressor(policy="serial", random_state=0).fit(rows, targets, weights)
+    assert weights @ (model.predict(rows) - targets) ** 2 <= weights @ targets**2 * (1 + 1e-9)
+
+
+def test_one_class_is_refused_by_partial_fit() -> None:
+    with pytest.raises(ValueError, match="wanted at least 2 classes, got one class"):
+        HogwildClassifier().partial_fit([[0.0], [1.0]], [0, 0], classes=[0])
 
 
 def test_a_negative_alpha_is_named() -> None:

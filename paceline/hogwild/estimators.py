@@ -219,7 +219,10 @@ class HogwildClassifier(ClassifierMixin, LinearEstimator):  # type: ignore[misc]
             raise ValueError("classes must be passed on the first call to partial_fit.")
         X, y = self._read(X, y, reset=first)
         if first:
-            self.classes_ = unique_labels(classes)
+            labels = unique_labels(classes)
+            if len(labels) < 2:
+                raise ValueError(f"wanted at least 2 classes, got one class: {labels[0]!r}")
+            self.classes_ = labels
             self._begin(1 if len(self.classes_) == 2 else len(self.classes_), X)
         strange = np.setdiff1d(y, self.classes_)
         if len(strange):
