@@ -197,6 +197,14 @@ def test_a_mistake_is_one_line(case: str, paceline: Any) -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("command", [["train", "digits"], ["run", "--workers", "2"]])
+@pytest.mark.parametrize("policy", ["serial", "cyclades(threads=2)", "average"])
+def test_policies_of_sparse_problems_are_refused_for_modules(command: list[str], policy: str, paceline: Any) -> None:
+    ended = paceline(*command, "--policy", policy, *(["script.py"] if command[0] == "run" else []))
+    assert ended.code == 2 and ended.out == ""
+    assert re.fullmatch(r"paceline: policy '[a-z]+' is for sparse problems \(svm, .*for a module use .*\n", ended.err)
+
+
 def test_the_command_trains_and_shows_what_it_measured(
     data: dict[str, str], paceline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

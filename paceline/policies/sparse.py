@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.policies.base import Policy
+from paceline.policies.base import PeersPolicy, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,15 @@ class SparsePolicy(Policy):
 
     deterministic: ClassVar[bool] = False  # whether the same seed and number of threads give the same bits
     races: ClassVar[bool] = False  # whether several threads write at the same time
+
+
+def check_for_module(policy: Policy) -> None:
+    """Raise if a policy is for sparse problems alone."""
+    if isinstance(policy, SparsePolicy) and not isinstance(policy, PeersPolicy):
+        raise UsageError(
+            f"policy {policy.name!r} is for sparse problems (svm, matrix-completion, graph-cut); for a module use "
+            "hogwild, which has no locks either, or all-reduce"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from paceline.errors import UsageError
 from paceline.launch.environment import asked_policy, asked_probe, take_server_assignment
 from paceline.launch.reports import report
 from paceline.policies import Hogwild, PeersPolicy, Policy, ServerPolicy, parse_policy
+from paceline.policies.sparse import check_for_module
 from paceline.sessions.checks import (
     as_tuple,
     check_for_server,
@@ -103,6 +104,7 @@ def join(
     )
     check_train_state(train_state)
     policy = parse_policy(asked_policy() or ("all-reduce" if policy is None else policy))
+    check_for_module(policy)
     assignment = take_server_assignment()
     check_role(policy, assignment)
     return _joiner_of(policy)(
