@@ -184,6 +184,7 @@ MISTAKES = {
     "the seed": (["svm", "--seed", "-1"], "seed must be a whole number"),
     "a name": (["svn"], "Did you mean 'svm'"),
     "a file": (["svm", "--data", "nowhere"], "nowhere: cannot be read"),
+    "a directory": (["svm", "--data", "."], r"\.: wanted a file, found a directory"),
     "test data alone": (["svm", "--test", "nowhere"], "--test goes with --data"),
 }
 
@@ -211,11 +212,68 @@ def test_the_command_trains_and_shows_what_it_measured(
     monkeypatch.setenv("PACELINE_DATA", "nowhere")  # a directory of data sets is no file of rows
     ended = paceline("train", "svm", "--data", data["svm"], "--policy", "hogwild(threads=2)", "--epochs", "2")
     assert ended.code == 0, ended.err
-    assert re.search(r"svm: error 0\.\d+, objective .* after 2 epochs", ended.out)
+    assert re.search(r"svm: train error 0\.\d+, objective .* after 2 epochs in", ended.out)
+    assert "hogwild(threads=2) on 2 threads: " in ended.out
     assert "Omega 2, Delta" in ended.out and "run: runs/svm-1" in ended.out
     again = paceline("train", "--resume", "runs/svm-1", "--epochs", "4", "--json")
     result = json.loads(again.out)
     assert (result["epochs"], result["resumed_at"], result["policy"]) == (4, 400, "hogwild(threads=2)")
+    assert result["metric"] == "train_error"
+
+
+def test_one_epoch_on_one_thread_and_the_error_of_test_data(data: dict[str, str], paceline: Any) -> None:
+    options = [
+        "--data",
+        data["svm"],
+        "--test",
+        data["svm"],
+        "--policy",
+        "serial",
+        "--epochs",
+        "1",
+        "--loss",
+        "log_loss",
+    ]
+    out = paceline("train", "svm", *options).out
+    assert re.search(r"svm: test error 0\.\d+, objective .* after 1 epoch in .*\nserial on 1 thread: ", out)
+    assert json.loads(paceline("train", "svm", *options, "--json").out)["metric"] == "test_error"
+
+
+def test_an_objective_that_ends_above_its_start_is_told(data: dict[str, str], paceline: Any) -> None:
+    high, fine = (
+        paceline("train", "svm", "--data", data["svm"], "--epochs", "1", "--rate", r) for r in ("1e30", "1e-3")
+    )
+    assert "warning: the objective ended above that of the start, 1; lower the rate, 1e+30 (--rate)" in high.err
+    assert "warning" not in fine.err
+
+
+def test_a_run_has_a_checkpoint_after_its_first_epoch(data: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train_sparse(config(tmp_path / "run", data["svm"], epochs=9), watch=interrupt)
+    assert CheckpointFolder(tmp_path / "run" / "checkpoints").files()
+
+
+def interrupt(_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_columns_of_the_test_data_alone_are_told(data: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "test").write_text("1 1:1 99:1\n")
+    notes = load_task(TaskOptions(data=data["svm"], test=str(tmp_path / "test"))).notes
+    assert "the test data has columns up to 99, the training data up to 11" in notes[0]
+
+
+def test_a_strange_target_is_told_by_its_row(data: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "test").write_text("1 1:1\n7 1:1\n")
+    with pytest.raises(UsageError, match=r"found 7 in row 2$"):
+        load_task(TaskOptions(data=data["svm"], test=str(tmp_path / "test")))
+
+
+def test_what_is_no_text_is_told_without_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "train").write_bytes(b"\x1b[31m\xff\x00 1:1\n")
+    with pytest.raises(UsageError) as told:
+        load_task(TaskOptions(data=str(tmp_path / "train")))
+    assert str(told.value).isprintable() and str(told.value).isascii()
 
 
 def test_the_bound_is_of_threads_that_race(data: dict[str, str], paceline: Any) -> None:

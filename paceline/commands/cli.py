@@ -142,7 +142,11 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--run", type=PathType(), help="Directory of the run.  [default: runs/PROBLEM-N]")
 @click.option("--resume", type=PathType(), help="Go on with the run in this directory, with its options.")
-@click.option("--save-every", type=int, help="Updates between checkpoints.  [default: one epoch]")
+@click.option(
+    "--save-every",
+    type=int,
+    help="Updates between checkpoints.  [default: one epoch; sparse problems: the first epoch, then one after 5 s]",
+)
 @click.option("--log-every", type=int, default=1, show_default=True, help="Updates between lines of metrics.")
 @click.option("--on-nan", default="stop", show_default=True, help="stop, skip or ignore a loss that is not finite.")
 @sparse_options

@@ -37,7 +37,7 @@ class SparseConfig:
     seed: int = 0
     run: str | None = None
     resume: bool = False
-    save_every: int | None = None  # updates; None: after an epoch, if some seconds have passed
+    save_every: int | None = None  # updates; None: after the first epoch, then after one if some seconds have passed
 
     def __post_init__(self) -> None:
         sparse_policy(self.policy)
@@ -66,8 +66,9 @@ class SparseResult:
     problem: str
     policy: str
     threads: int
-    metric: str
+    metric: str  # with the data that it is of, such as test_error
     value: float
+    first_objective: float  # of the parameters that training begins with
     measured: dict[str, float]  # the objective and all errors
     epochs: int
     updates: int
@@ -141,7 +142,8 @@ class _SparseTraining:
         self.measured: dict[str, float] = {}
         self.ended = False  # whether the metrics have a line of the end
         self.saved_at: int | None = None  # updates
-        self.saved_time = time.monotonic()
+        self.saved_time = -math.inf  # so the first checkpoint is written after the first epoch
+        self.first = self.engine.objective()
 
     def run(self) -> SparseResult:
         started = time.perf_counter()
@@ -297,8 +299,9 @@ class _SparseTraining:
             problem=self.task.name,
             policy=str(self.engine.policy),
             threads=self.engine.threads,
-            metric=self.task.metric,
-            value=self.task.value(self.measured),
+            metric=self.task.shown(self.measured),
+            value=self.measured[self.task.shown(self.measured)],
+            first_objective=self.first,
             measured=self.measured,
             epochs=self.engine.position[0],
             updates=self._updates(),
