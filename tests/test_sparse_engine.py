@@ -387,7 +387,7 @@ for policy in ("serial", *(f"{name}(threads=2)" for name in sys.argv[1:])):
     try:
         engine.run()
     except KeyboardInterrupt:
-        assert 0 < engine.position[1] < n, engine.position
+        assert 0 <= engine.position[1] < n, engine.position  # 0: on a busy machine the signal may be first
         done = engine.parameters["coef"][0] / 1e-9
         assert policy.startswith(("hogwild", "average")) or abs(done - engine.position[1]) < 0.5, (policy, done)
         print(policy.partition("(")[0])
