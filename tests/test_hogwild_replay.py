@@ -156,7 +156,7 @@ def test_a_run_in_which_one_has_died_goes_on_and_is_not_replayed(tmp_path: Path)
         return session.world_size
 
     assert mortals()(3, work) == [2, 2]
-    with pytest.raises(UsageError, match=r"cannot be replayed: worker 0 has failed, or a worker was killed"):
+    with pytest.raises(UsageError, match=r"cannot be replayed: one of its workers has failed or was killed"):
         read_block_traces(run, 3)
 
 

@@ -277,6 +277,19 @@ def test_the_fastest_number_of_threads_is_taken(monkeypatch: pytest.MonkeyPatch)
     assert fastest_threads(10, lambda threads, _: 1 / threads) == 1
 
 
+@pytest.mark.parametrize("cost", [1e-9, 1e-7, 1e-4])
+def test_trials_of_threads_are_short(cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    spent = []
+
+    def trial(threads: int, updates: int) -> float:
+        spent.append(updates * cost * (30 if threads == 2 else 1))
+        return spent[-1]
+
+    assert fastest_threads(10**6, trial) == 1
+    assert sum(spent) < 0.6 and len(spent) < 500
+
+
 def test_a_trial_of_threads_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.hogwild.thread_choice.WORTH_THREADS", 0)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
@@ -293,7 +306,8 @@ def test_judging_other_data() -> None:
     scores = np.array([rows.values[a:b] @ coef[rows.indices[a:b]] for a, b in itertools.pairwise(rows.indptr.tolist())])
     margins = scores * other.targets
     objective = np.maximum(0, 1 - margins).mean() + 1e-3 / 2 * (coef**2).sum()
-    np.testing.assert_allclose(engine.judge(other), [objective, (margins <= 0).mean()])
+    wrong = (scores > 0) != (other.targets > 0)
+    np.testing.assert_allclose(engine.judge(other), [objective, wrong.mean()])
     with pytest.raises(UsageError, match="names, shapes and types"):
         engine.judge(linear(1, columns=41))
 
@@ -373,7 +387,7 @@ for policy in ("serial", *(f"{name}(threads=2)" for name in sys.argv[1:])):
     try:
         engine.run()
     except KeyboardInterrupt:
-        assert 0 < engine.position[1] < n, engine.position
+        assert 0 <= engine.position[1] < n, engine.position  # 0: on a busy machine the signal may be first
         done = engine.parameters["coef"][0] / 1e-9
         assert policy.startswith(("hogwild", "average")) or abs(done - engine.position[1]) < 0.5, (policy, done)
         print(policy.partition("(")[0])

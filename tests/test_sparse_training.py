@@ -102,6 +102,7 @@ def test_a_finished_run_is_finished(data: dict[str, str], tmp_path: Path) -> Non
     again = train_sparse(config(tmp_path / "run", data["svm"], epochs=2, resume=True))
     assert again.resumed_at == first.updates == again.updates
     assert again.measured == first.measured
+    assert [event["event"] for event in metrics_of(tmp_path / "run")].count("end") == 1
     longer = train_sparse(config(tmp_path / "run", data["svm"], epochs=3, resume=True))
     assert longer.epochs == 3
 
@@ -158,6 +159,12 @@ def test_rows_without_entries_are_told(tmp_path: Path) -> None:
     assert load_task(TaskOptions(data=str(tmp_path / "train"), intercept=True)).notes == ()
 
 
+def test_a_row_without_entries_is_of_the_negative_class(tmp_path: Path) -> None:
+    (tmp_path / "train").write_text("1 1:1\n-1\n-1\n1\n")
+    result = train_sparse(config(None, str(tmp_path / "train"), epochs=2))
+    assert result.measured["train_error"] == 0.25
+
+
 def test_the_smallest_cut_of_a_small_network_is_found(data: dict[str, str]) -> None:
     result = train_sparse(config(None, data["graph-cut"], "graph-cut"))
     assert result.value == 5 == pytest.approx(result.measured["objective"], rel=0.01)
@@ -177,6 +184,7 @@ MISTAKES = {
     "the seed": (["svm", "--seed", "-1"], "seed must be a whole number"),
     "a name": (["svn"], "Did you mean 'svm'"),
     "a file": (["svm", "--data", "nowhere"], "nowhere: cannot be read"),
+    "a directory": (["svm", "--data", "."], r"\.: wanted a file, found a directory"),
     "test data alone": (["svm", "--test", "nowhere"], "--test goes with --data"),
 }
 
@@ -190,17 +198,120 @@ def test_a_mistake_is_one_line(case: str, paceline: Any) -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("command", [["train", "digits"], ["run", "--workers", "2"]])
+@pytest.mark.parametrize("policy", ["serial", "cyclades(threads=2)", "average"])
+def test_policies_of_sparse_problems_are_refused_for_modules(command: list[str], policy: str, paceline: Any) -> None:
+    ended = paceline(*command, "--policy", policy, *(["script.py"] if command[0] == "run" else []))
+    assert ended.code == 2 and ended.out == ""
+    assert re.fullmatch(r"paceline: policy '[a-z]+' is for sparse problems \(svm, .*for a module use .*\n", ended.err)
+
+
 def test_the_command_trains_and_shows_what_it_measured(
     data: dict[str, str], paceline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_DATA", "nowhere")  # a directory of data sets is no file of rows
     ended = paceline("train", "svm", "--data", data["svm"], "--policy", "hogwild(threads=2)", "--epochs", "2")
     assert ended.code == 0, ended.err
-    assert re.search(r"svm: error 0\.\d+, objective .* after 2 epochs", ended.out)
+    assert re.search(r"svm: train error 0\.\d+, objective .* after 2 epochs in", ended.out)
+    assert "hogwild(threads=2) on 2 threads: " in ended.out
     assert "Omega 2, Delta" in ended.out and "run: runs/svm-1" in ended.out
     again = paceline("train", "--resume", "runs/svm-1", "--epochs", "4", "--json")
     result = json.loads(again.out)
     assert (result["epochs"], result["resumed_at"], result["policy"]) == (4, 400, "hogwild(threads=2)")
+    assert result["metric"] == "train_error"
+
+
+def test_one_epoch_on_one_thread_and_the_error_of_test_data(data: dict[str, str], paceline: Any) -> None:
+    options = [
+        "--data",
+        data["svm"],
+        "--test",
+        data["svm"],
+        "--policy",
+        "serial",
+        "--epochs",
+        "1",
+        "--loss",
+        "log_loss",
+    ]
+    out = paceline("train", "svm", *options).out
+    assert re.search(r"svm: test error 0\.\d+, objective .* after 1 epoch in .*\nserial on 1 thread: ", out)
+    assert json.loads(paceline("train", "svm", *options, "--json").out)["metric"] == "test_error"
+
+
+def test_an_objective_that_ends_above_its_start_is_told(data: dict[str, str], paceline: Any) -> None:
+    high, fine = (
+        paceline("train", "svm", "--data", data["svm"], "--epochs", "1", "--rate", r) for r in ("1e30", "1e-3")
+    )
+    assert "warning: the objective ended above that of the start, 1; lower the rate, 1e+30 (--rate)" in high.err
+    assert "warning" not in fine.err
+
+
+def test_a_run_has_a_checkpoint_after_its_first_epoch(data: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train_sparse(config(tmp_path / "run", data["svm"], epochs=9), watch=interrupt)
+    assert CheckpointFolder(tmp_path / "run" / "checkpoints").files()
+
+
+def interrupt(_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_columns_of_the_test_data_alone_are_told(data: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "test").write_text("1 1:1 99:1\n")
+    notes = load_task(TaskOptions(data=data["svm"], test=str(tmp_path / "test"))).notes
+    assert "the test data has columns up to 99, the training data up to 11" in notes[0]
+
+
+def test_a_strange_target_is_told_by_its_row(data: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "test").write_text("1 1:1\n7 1:1\n")
+    with pytest.raises(UsageError, match=r"found 7 in row 2$"):
+        load_task(TaskOptions(data=data["svm"], test=str(tmp_path / "test")))
+
+
+def test_what_is_no_text_is_told_without_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "train").write_bytes(b"\x1b[31m\xff\x00 1:1\n")
+    with pytest.raises(UsageError) as told:
+        load_task(TaskOptions(data=str(tmp_path / "train")))
+    assert str(told.value).isprintable() and str(told.value).isascii()
+
+
+def test_the_bound_is_of_threads_that_race(data: dict[str, str], paceline: Any) -> None:
+    for policy, races in [("hogwild(threads=2)", True), ("hogwild(threads=1)", False), ("locked(threads=2)", False)]:
+        out = paceline("train", "svm", "--data", data["svm"], "--policy", policy, "--epochs", "1").out
+        assert ("times the updates of one thread (a bound)" in out) == races, out
+
+
+def test_resuming_a_finished_run_says_so_and_keeps_its_options(data: dict[str, str], paceline: Any) -> None:
+    paceline("train", "svm", "--data", data["svm"], "--policy", "serial", "--epochs", "2")
+    before = Path("runs/svm-1/config.json").read_bytes()
+    again = paceline("train", "--resume", "runs/svm-1", "--rate", "7")
+    assert again.code == 0 and "after 2 epochs; the run was finished already" in again.out
+    assert Path("runs/svm-1/config.json").read_bytes() == before
+
+
+def test_another_problem_is_not_resumed(data: dict[str, str], paceline: Any) -> None:
+    paceline("train", "svm", "--data", data["svm"], "--policy", "serial", "--epochs", "1")
+    Path("neural").mkdir()
+    Path("neural/config.json").write_text('{"train": {"problem": "digits"}}')
+    for name, run, own in (
+        ("graph-cut", "runs/svm-1", "svm"),
+        ("digits", "runs/svm-1", "svm"),
+        ("svm", "neural", "digits"),
+    ):
+        ended = paceline("train", name, "--resume", run, "--epochs", "2")
+        assert ended.code == 2 and ended.out == ""
+        assert (
+            ended.err == f"paceline: {run} is a run of {own!r}, not of {name!r}; leave the problem out to resume it\n"
+        )
+
+
+def test_a_run_that_is_not_there_is_named_before_options(paceline: Any) -> None:
+    for arguments in (["--rate", "1"], ["--workers", "0"], ["svm", "--rank", "-3"]):
+        ended = paceline("train", *arguments, "--resume", "nowhere")
+        assert ended.code == 2 and re.fullmatch(
+            r"paceline: --resume wants .*nowhere/config.json is missing.*\n", ended.err
+        )
 
 
 def test_ctrl_c_leaves_a_checkpoint(data: dict[str, str], paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ from paceline.commands.run import run, serve
 from paceline.commands.sparse import (
     NAMES,
     OWN,
+    check_resumed_problem,
+    not_a_run,
     refuse_sparse_options,
     saved_sparse,
     sparse_options,
@@ -142,7 +144,11 @@ def _fail(message: str, code: int) -> NoReturn:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--run", type=PathType(), help="Directory of the run.  [default: runs/PROBLEM-N]")
 @click.option("--resume", type=PathType(), help="Go on with the run in this directory, with its options.")
-@click.option("--save-every", type=int, help="Updates between checkpoints.  [default: one epoch]")
+@click.option(
+    "--save-every",
+    type=int,
+    help="Updates between checkpoints.  [default: one epoch; sparse problems: the first epoch, then one after 5 s]",
+)
 @click.option("--log-every", type=int, default=1, show_default=True, help="Updates between lines of metrics.")
 @click.option("--on-nan", default="stop", show_default=True, help="stop, skip or ignore a loss that is not finite.")
 @sparse_options
@@ -166,6 +172,8 @@ def train(
     """
     given = _typed(context, context.params)
     saved = saved_sparse(resume) if resume is not None else None
+    if resume is not None:
+        check_resumed_problem(resume, given.get("problem"))
     if saved is not None or (resume is None and options["problem"] in NAMES):
         if not _is_on_command_line(context, "data"):  # PACELINE_DATA is a directory, and these want a file
             given.pop("data", None)
@@ -368,9 +376,7 @@ def _saved_options(run: str) -> dict[str, Any]:
         if not {*saved, *schedule, "schedule"} <= known:
             raise ValueError("options of another version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"--resume wants the directory of a run of 'paceline train'; {file} is missing or is not of such a run"
-        ) from error
+        raise not_a_run(file) from error
     return {**saved, **schedule, "workers": workers}
 
 

@@ -62,8 +62,10 @@ def needs_server(policy: str | None, asked_by: str | None, workers: int | None) 
     if policy is None:
         return False
     from paceline.policies import POLICIES, ServerPolicy, parse_policy
+    from paceline.policies.sparse import check_for_module
 
     parsed = parse_policy(policy)
+    check_for_module(parsed)
     if isinstance(parsed, ServerPolicy):
         if workers is not None:
             parsed.begin(workers)

@@ -28,7 +28,7 @@ def sparse_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--intercept", is_flag=True, help="svm: learn an intercept, which all updates share."),
         click.option("--regulariser", type=float, help="svm, matrix-completion: the weight of the penalty."),
         click.option("--rank", type=int, help="matrix-completion: columns of the factors.  [default: 10]"),
-        click.option("--loss", help="svm: hinge, logistic or squared.  [default: hinge]"),
+        click.option("--loss", help="svm: hinge, logistic (log_loss) or squared (squared_error).  [default: hinge]"),
         click.option("--cache", type=PathType(), help="Sparse problems: where mapped copies of the data go."),
         click.option("--test", type=PathType(), help="svm, matrix-completion: a file of test data."),
     ):
@@ -49,6 +49,26 @@ def saved_sparse(run: str) -> dict[str, Any] | None:
         return dict(config["sparse"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def check_resumed_problem(run: str, problem: str | None) -> None:
+    """Raise if the directory holds no run, or one of another problem than the user named."""
+    file = Path(run) / "config.json"
+    try:
+        config = json.loads(file.read_text())
+        own = str(config["sparse"]["options"]["problem"] if "sparse" in config else config["train"]["problem"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise not_a_run(file) from error
+    moved = own.endswith(".py") and str(problem).endswith(".py")  # a file may lie elsewhere by now
+    if problem not in (None, own) and not moved:
+        raise UsageError(f"{run} is a run of {own!r}, not of {problem!r}; leave the problem out to resume it")
+
+
+def not_a_run(file: Path) -> UsageError:
+    """The error about a directory to resume that holds no run."""
+    return UsageError(
+        f"--resume wants the directory of a run of 'paceline train'; {file} is missing or is not of such a run"
+    )
 
 
 def train_sparse_problem(
@@ -77,6 +97,12 @@ def train_sparse_problem(
         print(json.dumps(result.as_dict()))
     else:
         _show(result)
+        if result.measured["objective"] > result.first_objective:
+            rate = config.rate or task.rate
+            text = (
+                f"the objective ended above that of the start, {result.first_objective:.6g}; lower the rate, {rate:g}"
+            )
+            click.echo(f"paceline: warning: {text} (--rate)", err=True)
 
 
 def _values(given: dict[str, Any], saved: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -115,20 +141,27 @@ def _flag(name: str) -> str:
 def _progress_line(title: str) -> Any:
     from paceline.report.terminal import ProgressLine
 
-    return ProgressLine(title)
+    return ProgressLine(title, unit="updates")
 
 
 def _show(result: Any) -> None:
     found = result.sparsity
+    finished = result.resumed_at == result.updates
+    spent = "; the run was finished already" if finished else f" in {result.seconds:.1f} s"
     searched = "" if found["exact"] else " at least"
     print(
-        f"{result.problem}: {result.metric} {result.value:.6g}, objective {result.measured['objective']:.6g}, after "
-        f"{result.epochs} epochs in {result.seconds:.1f} s"
+        f"{result.problem}: {result.metric.replace('_', ' ')} {result.value:.6g}, objective "
+        f"{result.measured['objective']:.6g}, after {_count(result.epochs, 'epoch')}{spent}"
     )
     lost = "" if result.lost_update_rate is None else f", {result.lost_update_rate:.2g} of the watched updates lost"
-    print(f"{result.policy} on {result.threads} thread(s): {result.updates_per_second:,.0f} updates a second{lost}")
-    print(
-        f"Omega {found['omega']}, Delta {found['delta']:.2g}, rho{searched} {found['rho']:.2g}: "
-        f"predicted to need up to {found['predicted_slowdown']:.3g} times the updates of one thread"
-    )
+    if not finished:
+        speed = f"{result.updates_per_second:,.0f} updates a second"
+        print(f"{result.policy} on {_count(result.threads, 'thread')}: {speed}{lost}")
+    bound = found["predicted_slowdown"]
+    races = "" if bound is None else f"; races cost at most {bound:.3g} times the updates of one thread (a bound)"
+    print(f"Omega {found['omega']}, Delta {found['delta']:.2g}, rho{searched} {found['rho']:.2g}{races}")
     print(f"run: {result.run}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.hogwild.engine import Engine
-from paceline.hogwild.problems import CSR, LinearProblem, Loss
+from paceline.hogwild.problems import CSR, SCIKIT_LOSSES, LinearProblem
 
 try:
     from scipy import sparse
@@ -30,8 +30,6 @@ except ImportError as error:
 
 Array = NDArray[Any]
 Self = TypeVar("Self", bound="LinearEstimator")
-
-LOSSES: dict[str, Loss] = {"hinge": "hinge", "log_loss": "logistic", "squared_error": "squared"}
 
 
 class LinearEstimator(BaseEstimator):  # type: ignore[misc]
@@ -73,6 +71,8 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
     def _read(self, X: Any, y: Any, reset: bool, **options: Any) -> tuple[Any, Array]:
         if self.loss not in self._losses:
             raise ValueError(f"loss: wanted one of {', '.join(self._losses)}, got {self.loss!r}")
+        if not 0 <= self.alpha < np.inf:
+            raise ValueError(f"alpha: wanted a finite number of at least 0, got {self.alpha}")
         if self.max_iter < 1:
             raise ValueError(f"max_iter: wanted at least 1, got {self.max_iter}")
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=[np.float64, np.float32], reset=reset, **options)
@@ -82,19 +82,20 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
         """Make so many epochs for each column of targets, from ``coef_`` and ``intercept_``, which then are new."""
         if not hasattr(self, "rate_"):
             self.rate_ = self._steady_rate(X, weights) if self.rate is None else self.rate
+        rate = self.rate_ / self.t_**0.25  # of a first call the whole rate
         random = check_random_state(self.random_state)
         coefs, intercepts, made = self.coef_.copy(), self.intercept_.copy(), 0
         for column, target in enumerate(targets):
             problem = LinearProblem(
                 CSR.from_scipy(X),
                 target.astype(X.dtype),
-                LOSSES[self.loss],
+                SCIKIT_LOSSES[self.loss],
                 self.alpha,
                 None if weights is None else weights.astype(X.dtype),
                 self.fit_intercept,
             )
             engine = Engine(
-                problem, self.policy, seed=int(random.randint(2**31 - 1)), rate=self.rate_, decay=self.decay, watch=0
+                problem, self.policy, seed=int(random.randint(2**31 - 1)), rate=rate, decay=self.decay, watch=0
             )
             engine.parameters["coef"][:] = coefs[column]
             if self.fit_intercept:
@@ -107,6 +108,7 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
                     f"the objective became infinite at rate={self.rate_:g}; scale the data or lower the rate"
                 )
         self.coef_, self.intercept_, self.n_iter_ = coefs, intercepts, made
+        self.t_ += made * X.shape[0]
 
     def _run(self, engine: Engine, epochs: int, tol: float | None) -> int:
         """Train until ``n_iter_no_change`` epochs have not lowered the objective by ``tol``; the epochs made."""
@@ -123,19 +125,26 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
         return epochs
 
     def _steady_rate(self, X: Any, weights: Array | None) -> float:
-        """A rate at which an update of a mean row corrects a fifth of its error; of ``squared_error``, at most half."""
-        if weights is None and self.loss != "squared_error":
+        """A rate at which an update of a mean row corrects a fifth of its error; of ``squared_error`` a tenth.
+
+        There no row is corrected by more than its error, or a long row would make the weights grow without end.
+        """
+        squared = self.loss == "squared_error"
+        if weights is None and not squared:  # quicker, since the lengths of single rows do not matter
             mean = float(np.square(X.data, dtype=np.float64).sum()) / X.shape[0] + self.fit_intercept
             return 0.2 / mean if mean > 0 else 0.2
-        lengths = np.asarray(X.multiply(X).sum(axis=1), np.float64).ravel() + self.fit_intercept
+        lengths = np.asarray(X.multiply(X).sum(axis=1), np.float64).ravel()
+        # The intercept learns as fast as the weight of an entry of mean size.
+        lengths += self.fit_intercept * (lengths.sum() / max(1, X.nnz) if squared else 1)
         lengths = lengths if weights is None else lengths * weights
-        longest, mean = float(lengths.max()), float(lengths.mean())
-        part, length = (0.5, longest) if self.loss == "squared_error" else (0.2, mean)
-        return part / length if length > 0 else part
+        part, mean = 0.1 if squared else 0.2, float(lengths.mean())
+        rate = part / mean if mean > 0 else part
+        return min(rate, 1 / float(lengths.max())) if squared and mean > 0 else rate
 
     def _begin(self, columns: int, X: Any) -> None:
         self.coef_ = np.zeros((columns, X.shape[1]), X.dtype)
         self.intercept_ = np.zeros(columns, X.dtype)
+        self.t_ = 1  # updates made, and one, as scikit-learn counts them
         if hasattr(self, "rate_"):
             del self.rate_
 
@@ -204,13 +213,19 @@ class HogwildClassifier(ClassifierMixin, LinearEstimator):  # type: ignore[misc]
         return self._learn(X, y, sample_weight, self.max_iter, self.tol)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> HogwildClassifier:
-        """Make one epoch over these rows, at the first epoch's rate; the first call names all classes."""
+        """Make one epoch over these rows; the first call names all classes.
+
+        The rate falls with the fourth root of the updates made in earlier calls.
+        """
         first = not hasattr(self, "classes_")
         if first and classes is None:
             raise ValueError("classes must be passed on the first call to partial_fit.")
         X, y = self._read(X, y, reset=first)
         if first:
-            self.classes_ = unique_labels(classes)
+            labels = unique_labels(classes)
+            if len(labels) < 2:
+                raise ValueError(f"wanted at least 2 classes, got one class: {labels[0]!r}")
+            self.classes_ = labels
             self._begin(1 if len(self.classes_) == 2 else len(self.classes_), X)
         strange = np.setdiff1d(y, self.classes_)
         if len(strange):
@@ -288,7 +303,7 @@ class HogwildRegressor(RegressorMixin, LinearEstimator):  # type: ignore[misc]
         return self._learn(X, y, sample_weight, self.max_iter, self.tol)
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> HogwildRegressor:
-        """Make one epoch over these rows, at the first epoch's rate."""
+        """Make one epoch over these rows; the rate falls with the fourth root of the updates made in earlier calls."""
         first = not hasattr(self, "coef_")
         X, y = self._read(X, y, reset=first, y_numeric=True)
         if first:

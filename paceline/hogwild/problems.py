@@ -21,10 +21,13 @@ from numpy.typing import NDArray
 from paceline.errors import UsageError
 from paceline.hogwild.arrays import CSR, INDICES, REALS, check_alike, check_array, compiled
 
-__all__ = ["CSR", "GraphCut", "LinearProblem", "MatrixCompletion", "Problem", "Storage"]
+__all__ = ["CSR", "SCIKIT_LOSSES", "GraphCut", "LinearProblem", "MatrixCompletion", "Problem", "Storage"]
 
 Loss = Literal["hinge", "logistic", "squared"]
 Array = NDArray[Any]
+
+SCIKIT_LOSSES: dict[str, Loss] = {"hinge": "hinge", "log_loss": "logistic", "squared_error": "squared"}
+"""The losses by scikit-learn's names."""
 
 
 class Storage(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 from paceline.errors import UsageError, unknown_name
 from paceline.hogwild.cuts import round_cut
 from paceline.hogwild.engine import Engine
-from paceline.hogwild.problems import CSR, GraphCut, LinearProblem, MatrixCompletion, Problem
+from paceline.hogwild.problems import CSR, SCIKIT_LOSSES, GraphCut, LinearProblem, MatrixCompletion, Problem
 from paceline.hogwild.readers import (
     FlowNetwork,
     LibsvmRows,
@@ -70,10 +70,9 @@ class Task:
         cut, _ = round_cut(self.network, engine.parameters["x"][:, 0])
         return {"cut": cut}
 
-    def value(self, measured: dict[str, float]) -> float:
-        """The number to show of what was measured: the error on the test data, if there are any."""
-        names = (self.metric, f"test_{self.metric}", f"train_{self.metric}")
-        return next(measured[name] for name in names if name in measured)
+    def shown(self, measured: dict[str, float]) -> str:
+        """The name of the number to show of what was measured: the error on the test data, if there are any."""
+        return next(n for n in (self.metric, f"test_{self.metric}", f"train_{self.metric}") if n in measured)
 
 
 def load_task(options: TaskOptions) -> Task:
@@ -97,16 +96,17 @@ def svm(options: TaskOptions) -> Task:
 
 def rows_task(train: LibsvmRows, test: LibsvmRows | None, options: TaskOptions) -> Task:
     """Make the task of these rows."""
+    loss = SCIKIT_LOSSES.get(options.loss, options.loss)
     columns = max(data.columns for data in (train, test) if data is not None)
     regulariser = 1e-5 if options.regulariser is None else options.regulariser
-    classes = None if options.loss == "squared" else _classes(train, options.data or "the data")
+    classes = None if loss == "squared" else _classes(train, options.data or "the data")
 
     def problem(data: LibsvmRows, file: str | None) -> LinearProblem:
         targets = data.targets if classes is None else _signs(data.targets, classes, file or "the data")
         return LinearProblem(
             CSR(data.indptr, data.indices, data.values, columns),
             targets,
-            options.loss,  # type: ignore[arg-type]  # it is checked there
+            loss,  # type: ignore[arg-type]  # it is checked there
             regulariser,
             intercept=options.intercept,
         )
@@ -116,7 +116,20 @@ def rows_task(train: LibsvmRows, test: LibsvmRows | None, options: TaskOptions) 
         problem=problem(train, options.data),
         test=None if test is None else problem(test, options.test),
         rate=0.1,
-        notes=(*train.notes, *(() if test is None else test.notes), *_empty_rows(train, options)),
+        notes=(
+            *train.notes,
+            *(() if test is None else (*test.notes, *_new_columns(train, test))),
+            *_empty_rows(train, options),
+        ),
+    )
+
+
+def _new_columns(train: LibsvmRows, test: LibsvmRows) -> tuple[str, ...]:
+    if test.columns <= train.columns:
+        return ()
+    return (
+        f"the test data has columns up to {test.columns - 1}, the training data up to {train.columns - 1}: nothing is "
+        "learned about the others",
     )
 
 
@@ -145,7 +158,7 @@ def _signs(targets: Array, classes: tuple[float, float], file: str) -> Array:
     other = (targets != low) & (targets != high)
     if other.any():
         row = int(other.argmax())
-        raise UsageError(f"{file}: wanted targets {low:g} and {high:g}, found {targets[row]:g} in row {row}, from 0")
+        raise UsageError(f"{file}: wanted targets {low:g} and {high:g}, found {targets[row]:g} in row {row + 1}")
     return targets if classes == (-1, 1) else np.where(targets == high, 1, -1).astype(targets.dtype)
 
 

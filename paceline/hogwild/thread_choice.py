@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 # Fewer updates than these are over before a second thread has begun.
 WORTH_THREADS = 10_000
-TRIAL = 50_000
-ROUNDS = 3
+FIRST_TRIAL, LONGEST_TRIAL = 64, 50_000  # updates
+SECONDS = 0.3  # of all trials, about
 
 
 def fastest_threads(items: int, trial: Callable[[int, int], float]) -> int:
@@ -16,8 +16,20 @@ def fastest_threads(items: int, trial: Callable[[int, int], float]) -> int:
     candidates = numbers_of_threads(len(os.sched_getaffinity(0)))
     if items < WORTH_THREADS or len(candidates) == 1:
         return 1
-    seconds = {threads: min(trial(threads, TRIAL) for _ in range(ROUNDS)) for threads in candidates}
-    return min(candidates, key=seconds.__getitem__)
+    share = SECONDS / len(candidates)
+    return max(candidates, key=lambda threads: _speed(lambda updates: trial(threads, updates), share))
+
+
+def _speed(trial: Callable[[int], float], seconds: float) -> float:
+    """The updates a second of the best of longer and longer trials, while the next is likely to fit into the time."""
+    updates, best, spent, next_takes = FIRST_TRIAL, 0.0, 0.0, 0.0
+    while spent + next_takes <= seconds:
+        took = trial(updates)
+        spent += max(took, seconds / 100)  # what is around a trial takes time too
+        best = max(best, updates / max(took, 1e-9))
+        longer = min(4 * updates, LONGEST_TRIAL)
+        updates, next_takes = longer, took * longer / updates
+    return best
 
 
 def numbers_of_threads(cores: int) -> list[int]:

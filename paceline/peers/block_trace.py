@@ -53,7 +53,7 @@ def _read(run: Path, rank: int) -> BlockTrace:
                 pass
     if not ended:
         raise UsageError(
-            f"{run} cannot be replayed: worker {rank} has failed, or a worker was killed; under hogwild only runs that "
-            "have ended, or were asked to stop, can be"
+            f"{run} cannot be replayed: one of its workers has failed or was killed; under hogwild only runs that have "
+            "ended, or were asked to stop, can be"
         )
     return found

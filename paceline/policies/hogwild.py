@@ -24,6 +24,7 @@ class Hogwild(ThreadedPolicy, PeersPolicy):
     """
 
     name: ClassVar[str] = "hogwild"
+    races: ClassVar[bool] = True
     shares_memory: ClassVar[bool] = True
 
     record: bool = False  # of a module's run

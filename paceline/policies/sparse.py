@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.policies.base import Policy
+from paceline.policies.base import PeersPolicy, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,16 @@ class SparsePolicy(Policy):
     """How the threads of the sparse engine share the parameters; a subclass is one scheme."""
 
     deterministic: ClassVar[bool] = False  # whether the same seed and number of threads give the same bits
+    races: ClassVar[bool] = False  # whether several threads write at the same time
+
+
+def check_for_module(policy: Policy) -> None:
+    """Raise if a policy is for sparse problems alone."""
+    if isinstance(policy, SparsePolicy) and not isinstance(policy, PeersPolicy):
+        raise UsageError(
+            f"policy {policy.name!r} is for sparse problems (svm, matrix-completion, graph-cut); for a module use "
+            "hogwild, which has no locks either, or all-reduce"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +55,7 @@ class Atomic(ThreadedPolicy):
     """As ``hogwild``, but each change of a coordinate is a compare-and-swap, so none is lost."""
 
     name: ClassVar[str] = "atomic"
+    races: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)

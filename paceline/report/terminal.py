@@ -42,14 +42,14 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 class ProgressLine:
     """Show the progress of a training run: steps, loss, examples per second, and the breakdown of the time."""
 
-    def __init__(self, title: str, *, console: Console | None = None) -> None:
+    def __init__(self, title: str, *, unit: str = "examples", console: Console | None = None) -> None:
         console = console or Console(stderr=True)
         columns: list[ProgressColumn] = [
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]:,.0f} examples/s"),
+            TextColumn(f"{{task.fields[rate]:,.0f}} {unit}/s"),
         ]
         if console.width >= WIDE:
             columns += [TextColumn("{task.fields[shares]}"), TimeRemainingColumn()]

@@ -17,6 +17,7 @@ from paceline.launch.environment import asked_codec, asked_policy, asked_probe, 
 from paceline.launch.reports import report
 from paceline.peers.connect import check_codec
 from paceline.policies import Hogwild, PeersPolicy, Policy, ServerPolicy, parse_policy
+from paceline.policies.sparse import check_for_module
 from paceline.sessions.checks import (
     as_tuple,
     check_for_server,
@@ -109,6 +110,7 @@ def join(
     )
     check_train_state(train_state)
     policy = parse_policy(asked_policy() or ("all-reduce" if policy is None else policy))
+    check_for_module(policy)
     chosen = read_codec(asked_codec() or codec)
     check_codec(policy, chosen)
     assignment = take_server_assignment()

@@ -248,7 +248,9 @@ def _verdicts(data: str, trials: Trials) -> list[str]:
         speed_ups = _speed_ups(arm, trials) if (arm := Arm(data, scheme, most)) in trials else []
         if speed_ups and most > 1:
             advantages = [sign * (speed_up - 1) for speed_up in speed_ups]
-            notes.append(verdict(f"{data}, {scheme} on {most} threads is {claim} than serial", advantages, "times"))
+            speed_up = sum(speed_ups) / len(speed_ups)
+            said = f"{data}, {scheme} on {most} threads is {claim} than serial (speed-up {speed_up:.2f})"
+            notes.append(verdict(said, advantages, "of serial's speed"))
     if (arm := Arm(data, "hogwild", most)) in trials and serial:
         pairs = zip(trials[arm], serial, strict=False)
         differences = [100 * _relative(mine.objective, theirs.objective) for mine, theirs in pairs]

@@ -37,7 +37,7 @@ class SparseConfig:
     seed: int = 0
     run: str | None = None
     resume: bool = False
-    save_every: int | None = None  # updates; None: after an epoch, if some seconds have passed
+    save_every: int | None = None  # updates; None: after the first epoch, then after one if some seconds have passed
 
     def __post_init__(self) -> None:
         sparse_policy(self.policy)
@@ -66,8 +66,9 @@ class SparseResult:
     problem: str
     policy: str
     threads: int
-    metric: str
+    metric: str  # with the data that it is of, such as test_error
     value: float
+    first_objective: float  # of the parameters that training begins with
     measured: dict[str, float]  # the objective and all errors
     epochs: int
     updates: int
@@ -139,8 +140,10 @@ class _SparseTraining:
         self.engine = Engine(task.problem, config.policy, seed=config.seed, rate=rate, decay=decay)
         self.epoch, self.whole = Tally(), Tally()  # of this epoch, and of this process
         self.measured: dict[str, float] = {}
+        self.ended = False  # whether the metrics have a line of the end
         self.saved_at: int | None = None  # updates
-        self.saved_time = time.monotonic()
+        self.saved_time = -math.inf  # so the first checkpoint is written after the first epoch
+        self.first = self.engine.objective()
 
     def run(self) -> SparseResult:
         started = time.perf_counter()
@@ -148,8 +151,9 @@ class _SparseTraining:
         resumed_at = self._updates()
         sparse = self._sparsity()
         if self.directory is not None:
-            config = {"paceline": __version__, "policy": self.config.policy, "sparse": asdict(self.config)}
-            self.directory.write_config(config)
+            if not resumed_at or self.engine.position[0] < self.epochs:  # a run that was finished keeps its options
+                config = {"paceline": __version__, "policy": self.config.policy, "sparse": asdict(self.config)}
+                self.directory.write_config(config)
             self.directory.open_metrics(metrics_bytes)
         if not resumed_at:
             self._write("data", **describe(self.task.problem), **sparse)
@@ -159,13 +163,16 @@ class _SparseTraining:
         while self.engine.position[0] < self.epochs:
             self._run_epoch()
         self.measured |= self.task.finish(self.engine)
-        self._write("end", **self.measured)
-        self._save()
+        if not self.ended:
+            self._write("end", **self.measured)
+            self.ended = True
+            self._save()
         return self._result(resumed_at, time.perf_counter() - started, sparse)
 
     def _run_epoch(self) -> None:
         epoch = self.engine.position[0]
         while self.engine.position[0] == epoch:
+            self.ended = False
             report = self.engine.run(self._slice())
             self.epoch.add(report)
             self.whole.add(report)
@@ -215,7 +222,8 @@ class _SparseTraining:
     def _sparsity(self) -> dict[str, Any]:
         found = sparsity(self.task.problem, budget=_SEARCH)
         threads = self.engine.threads
-        slowdown = found.predicted_slowdown(threads)
+        races = self.engine.policy.races and threads > 1
+        slowdown = found.predicted_slowdown(threads) if races else None
         return {**asdict(found), "threads": threads, "predicted_slowdown": slowdown}
 
     def _watch(self) -> None:
@@ -238,7 +246,7 @@ class _SparseTraining:
 
     def _save(self) -> None:
         """Write a checkpoint, numbered by thousandths of an epoch, unless this state has one."""
-        if self.directory is None or self.saved_at == self._updates():
+        if self.directory is None or (self.saved_at == self._updates() and not self.ended):
             return
         assert self.directory.metrics is not None, "the metrics are open while training"
         epoch, made = self.engine.position
@@ -247,6 +255,7 @@ class _SparseTraining:
                 "problem": self.task.name,
                 "position": [epoch, made],
                 "tally": asdict(self.epoch),
+                "ended": self.ended,
                 "metrics_bytes": self.directory.metrics.sync(),
             },
             "parameters": dict(self.engine.parameters),
@@ -279,6 +288,7 @@ class _SparseTraining:
             self.engine.parameters = state["parameters"]
             self.engine.position = tuple(saved["position"])
             self.epoch = Tally(**saved["tally"])
+            self.ended = bool(saved["ended"])
         except (KeyError, TypeError, UsageError) as error:
             raise CheckpointError(
                 f"{file} belongs to something else: {error}; resume with the data and options of its run"
@@ -289,8 +299,9 @@ class _SparseTraining:
             problem=self.task.name,
             policy=str(self.engine.policy),
             threads=self.engine.threads,
-            metric=self.task.metric,
-            value=self.task.value(self.measured),
+            metric=self.task.shown(self.measured),
+            value=self.measured[self.task.shown(self.measured)],
+            first_objective=self.first,
             measured=self.measured,
             epochs=self.engine.position[0],
             updates=self._updates(),

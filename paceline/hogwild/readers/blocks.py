@@ -27,8 +27,12 @@ class TextFile:
                 packed = plain.read(2) == b"\x1f\x8b"
             with gzip.open(self.path, "rb") if packed else self.path.open("rb") as file:
                 yield from self._whole_lines(lambda: file.read(self._size))
-        except (OSError, EOFError, zlib.error) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise UsageError(f"{self.path}: cannot be read: {error}; is it complete?") from error
+        except IsADirectoryError as error:
+            raise UsageError(f"{self.path}: wanted a file, found a directory") from error
+        except OSError as error:
+            raise UsageError(f"{self.path}: cannot be read: {error.strerror or error}") from error
 
     def take(self, result: Mapping[str, Any]) -> Mapping[str, Any]:
         """Take what the compiled reader made of the present block; raise if it found a mistake."""
@@ -65,4 +69,4 @@ def _found(block: bytes, offset: int) -> str:
     words = block[offset : offset + _SHOWN].partition(b"\n")[0].split()
     if not words or block[offset : offset + 1].isspace():
         return "a blank" if words else "the end of the line"
-    return repr(words[0].decode("utf-8", "replace"))
+    return repr(words[0])[1:]  # bytes that are no text are escaped

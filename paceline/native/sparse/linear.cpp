@@ -133,7 +133,8 @@ class Linear {
     const double weight = data_.weights == nullptr ? 1 : weights()[item];
     sum.loss += weight * loss(prediction, target);
     const double difference = prediction - target;
-    sum.error += weight * (data_.loss == Loss::squared ? difference * difference : prediction * target <= 0);
+    const bool wrong = (prediction > 0) != (target > 0);  // as the estimators predict: a score of 0 is the negative class
+    sum.error += weight * (data_.loss == Loss::squared ? difference * difference : wrong);
   }
 
   void settle() const {}

@@ -16,18 +16,31 @@ inline double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Waits a moment. There may be more threads than cores, so after some spins others get the core.
+// Whether threads can run side by side here.
+inline bool several_cores() {
+  static const bool several = [] {
+    cpu_set_t cores;
+    return sched_getaffinity(0, sizeof cores, &cores) != 0 || CPU_COUNT(&cores) > 1;
+  }();
+  return several;
+}
+
+// Waits a moment. It spins for longer than a short sleep takes: where other programs compete for the cores, the thread
+// that sleeps is back while the other still spins, and both go on side by side. A yield would cost a whole slice of time.
+// On one core it lets the others run.
 class Patience {
  public:
   void wait() {
-    if (++spins_ < 256)
+    if (!several_cores())
+      sched_yield();
+    else if (++spins_ < 8192)
 #if defined(__x86_64__) || defined(__i386__)
       __builtin_ia32_pause();
 #else
       std::atomic_signal_fence(std::memory_order_seq_cst);
 #endif
     else
-      sched_yield();
+      std::this_thread::sleep_for(std::chrono::microseconds(10));
   }
 
  private:
