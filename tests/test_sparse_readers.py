@@ -6,6 +6,7 @@ import gzip
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.hogwild.readers import read_dimacs, read_libsvm, read_ratings
+from paceline.hogwild.readers.compiled import parsers
 
 pytest.importorskip("paceline.native._readers", exc_type=ImportError)
 
@@ -251,6 +253,31 @@ def test_a_cache_is_used_until_the_text_changes(tmp_path: Path) -> None:
     os.utime(file, ns=(1, 1))
     assert read_libsvm(file, cache=cache).values.tolist() == [4]
     assert [entry.name for entry in cache.iterdir()] == ["text.paceline"]
+
+
+def test_readers_that_make_a_cache_at_once_all_succeed(tmp_path: Path) -> None:
+    file = written(tmp_path, "1 2:3\n" * 100)
+    with ThreadPoolExecutor(4) as pool:
+        for repetition in range(10):
+            for each in pool.map(lambda _: read_libsvm(file, cache=tmp_path), range(4)):
+                assert len(each.values) == 100
+            os.utime(file, ns=(repetition, repetition))  # the cache that is there is old
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["text", "text.paceline"]
+
+
+def test_the_cache_of_who_was_first_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, about = written(tmp_path, "1 2:3\n"), tmp_path / "text.paceline" / "about.json"
+    parse, made = parsers().libsvm, []
+
+    def while_another_reads(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        read_libsvm(file, cache=tmp_path)
+        made.append(about.stat().st_ino)
+        return parse(*arguments)
+
+    monkeypatch.setattr(parsers(), "libsvm", while_another_reads)
+    assert read_libsvm(file, cache=tmp_path).values.tolist() == [3]
+    assert [about.stat().st_ino] == made
 
 
 @pytest.mark.parametrize("damage", ["values.npy", "about.json"])

@@ -1,15 +1,18 @@
 """Keeps what a reader yields: in memory, or in a directory of ``.npy`` files that are mapped and never loaded whole.
 
-A cache is written under another name and renamed, so it is whole or not there. It is used again while the size and
-the time of the text are the same. Any program can open its files; nothing is unpickled.
+A cache is written under another name and renamed, so it is whole or not there. Several processes may read a text at
+once: the first to finish renames its cache, and the others use it. It is used again while the size and the time of the
+text are the same. Any program can open its files; nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,13 +75,7 @@ def gather(source: Source, parts: Parts, folder: Path | None) -> tuple[dict[str,
         raise UsageError(f"{source.files[0]}: cannot be read: {error.strerror}") from error
     if cache is None:
         return _in_memory(parts)
-    found = _opened(cache, stamp)
-    if found is None:
-        _write(cache, stamp, parts)
-        found = _opened(cache, stamp)
-    if found is None:
-        raise UsageError(f"{cache} changed while it was read; are two programs writing the text or its cache?")
-    return found
+    return _opened(cache, stamp) or _made(cache, stamp, parts)
 
 
 def _in_memory(parts: Parts) -> tuple[dict[str, Array], Facts]:
@@ -102,8 +99,9 @@ def _opened(cache: Path, stamp: dict[str, Any]) -> tuple[dict[str, Array], Facts
         return None
 
 
-def _write(cache: Path, stamp: dict[str, Any], parts: Parts) -> None:
-    aside = cache.with_name(f".{cache.name}.{os.getpid()}.partial")
+def _made(cache: Path, stamp: dict[str, Any], parts: Parts) -> tuple[dict[str, Array], Facts]:
+    """Write a cache and map its arrays."""
+    aside = _unique(cache)
     try:
         _remove_leftovers(cache)
         aside.mkdir(parents=True)
@@ -113,14 +111,42 @@ def _write(cache: Path, stamp: dict[str, Any], parts: Parts) -> None:
                     files.append(name, array)
             lengths = files.finish()
         _write_synced(aside / "about.json", {"stamp": stamp, "facts": parts.facts, "lengths": lengths})
-        shutil.rmtree(cache, ignore_errors=True)
-        aside.rename(cache)
+        return _published(aside, cache, stamp)
     except OSError as error:
         raise UsageError(
             f"could not write the cache {cache}: {error.strerror}; name a directory with space for it (--cache DIR)"
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _published(aside: Path, cache: Path, stamp: dict[str, Any]) -> tuple[dict[str, Array], Facts]:
+    """Rename a new cache into its place; if another process was first, use its cache, which memory then holds once."""
+    own = _opened(aside, stamp)
+    if own is None:
+        raise UsageError(f"{aside} changed while it was written; is another program writing there?")
+    while True:
+        try:
+            aside.rename(cache)
+            return own
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        if (others := _opened(cache, stamp)) is not None:
+            return others
+        _remove(cache)
+
+
+def _remove(cache: Path) -> None:
+    """Remove a cache that is old or damaged, at once: it gets another name before its files go."""
+    aside = _unique(cache)
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        cache.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _unique(cache: Path) -> Path:
+    return cache.with_name(f".{cache.name}.{uuid.uuid4().hex}.{os.getpid()}.partial")
 
 
 def _remove_leftovers(cache: Path) -> None:
