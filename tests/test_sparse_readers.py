@@ -170,6 +170,8 @@ RATINGS_MISTAKES = {
     "a name": ("1 2 3\nbob 2 3\n", 2, 1, "a number of a user or item"),
     "an item too large": ("1 9999999999 3\n", 1, 3, "the number of an item"),
     "a rating that is no number": ("1,2,x\n", 1, 5, "a number as the rating"),
+    "a name below a line of names": ("user,item,rating\n1,2,3\n1,bob,3\n", 3, 3, "the number of an item"),
+    "fields under a line of names": ('"user", "item", "rating"\n\n1,2\n', 3, 4, "a blank, a comma or :: between"),
     "a heading below": ("1 2 3\n7:\n", 2, 2, "a blank, a comma or :: between the fields"),
 }
 
