@@ -163,6 +163,27 @@ def test_the_smallest_cut_of_a_small_network_is_found(data: dict[str, str]) -> N
     assert result.value == 5 == pytest.approx(result.measured["objective"], rel=0.01)
 
 
+NOTHING_TO_LEARN = {
+    "a network without arcs": ("graph-cut", "p max 2 0\nn 1 s\nn 2 t\n", 0.0),
+    "a loop": ("graph-cut", "p max 3 1\nn 1 s\nn 2 t\na 3 3 5\n", 0.0),
+    "an arc between the terminals": ("graph-cut", "p max 2 1\nn 1 s\nn 2 t\na 1 2 5\n", 5.0),
+    "an arc from the sink": ("graph-cut", "p max 2 1\nn 1 s\nn 2 t\na 2 1 5\n", 0.0),
+    "rows without columns": ("svm", "1\n-1\n-1\n", None),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_TO_LEARN)
+def test_a_problem_without_parameters_has_an_answer(case: str, tmp_path: Path) -> None:
+    problem, text, value = NOTHING_TO_LEARN[case]
+    (tmp_path / "data").write_text(text)
+    for policy in ("serial", "hogwild", "cyclades(threads=2)", "average(threads=2)"):
+        options: dict[str, Any] = {"policy": policy, "run": tmp_path / policy, "data": str(tmp_path / "data")}
+        first = train_sparse(config(problem=problem, epochs=2, **options))
+        longer = train_sparse(config(problem=problem, epochs=3, resume=True, **options))
+        assert (first.epochs, longer.epochs, longer.value) == (2, 3, first.value)
+        assert value is None or first.value == first.measured["objective"] == value
+
+
 MISTAKES = {
     "workers": (["svm", "--workers", "2"], "--workers does not go with the problem 'svm'"),
     "an option of another sparse problem": (["svm", "--rank", "3"], "--rank does not go with the problem 'svm'"),

@@ -254,7 +254,8 @@ class GraphCut(Problem):
             np.bincount(place, np.where(way, capacities, 0), len(pairs)) for way in (tail < head, tail > head)
         )
         slope, bend = (forward - backward) / 2, (forward + backward) / 2
-        cost: Array = np.bincount(low, slope, nodes) - np.bincount(high, slope, nodes)
+        cost = np.zeros(nodes)  # of floats, also without arcs, of which numpy counts integers
+        cost += np.bincount(low, slope, nodes) - np.bincount(high, slope, nodes)
         at_end = np.isin(low, (source, sink)) | np.isin(high, (source, sink))
         for end, sign in ((source, -1.0), (sink, 1.0)):
             for one, other in ((low, high), (high, low)):

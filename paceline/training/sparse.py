@@ -251,7 +251,7 @@ class _SparseTraining:
             },
             "parameters": dict(self.engine.parameters),
         }
-        self.directory.checkpoints.write(epoch * 1000 + made * 1000 // self.task.problem.items, state)
+        self.directory.checkpoints.write(epoch * 1000 + made * 1000 // max(1, self.task.problem.items), state)
         self.saved_at, self.saved_time = self._updates(), time.monotonic()
 
     def _load(self) -> int:
