@@ -13,7 +13,8 @@ import pytest
 
 from paceline.errors import CheckpointError, NonFiniteLossError, UsageError
 from paceline.hogwild.engine import Engine, Report
-from paceline.hogwild.problems import LinearProblem, MatrixCompletion, Problem
+from paceline.hogwild.fingerprint import fingerprint
+from paceline.hogwild.problems import GraphCut, LinearProblem, MatrixCompletion, Problem
 from paceline.hogwild.tasks import TaskOptions, load_task
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 from paceline.record.metrics import read_metrics
@@ -113,6 +114,35 @@ def test_a_checkpoint_of_other_data_is_refused(data: dict[str, str], tmp_path: P
         train_sparse(config(tmp_path / "run", str(tmp_path / "other"), epochs=2, resume=True))
     with pytest.raises(CheckpointError, match=r"belongs to something else.*svm"):
         train_sparse(config(tmp_path / "run", data["graph-cut"], "graph-cut", epochs=2, resume=True))
+
+
+CHANGED = {"svm": ("6:3", "6:4"), "matrix-completion": ("\t2\n", "\t3\n"), "graph-cut": ("a 2 3 1", "a 2 3 2")}
+
+
+@pytest.mark.parametrize("problem", TEXTS)
+def test_a_checkpoint_of_data_of_the_same_size_is_refused(problem: str, data: dict[str, str], tmp_path: Path) -> None:
+    train_sparse(config(tmp_path / "run", data[problem], problem, epochs=1))
+    changed = Path(data[problem])
+    changed.write_text(TEXTS[problem].replace(*CHANGED[problem], 1))
+    with pytest.raises(CheckpointError, match=r"belongs to something else: it was trained on other data; resume with"):
+        train_sparse(config(tmp_path / "run", data[problem], problem, epochs=2, resume=True))
+    changed.rename(tmp_path / "moved").write_text(TEXTS[problem])
+    assert train_sparse(config(tmp_path / "run", str(tmp_path / "moved"), problem, epochs=2, resume=True)).epochs == 2
+
+
+@pytest.mark.parametrize("length", [10, 1 << 20, (1 << 20) + 1, 5_000_000])
+def test_a_fingerprint_has_the_ends_of_long_arrays(length: int) -> None:
+    def of(weights: Any) -> str:
+        nodes = np.zeros(length, np.int32)
+        return fingerprint(GraphCut(nodes, nodes, weights, 1))
+
+    weights = np.ones(length, np.float32)
+    whole, shorter = of(weights), fingerprint(GraphCut(*(np.zeros(length - 1, np.int32),) * 2, weights[1:], 1))
+    assert whole == of(weights.copy()) and whole != shorter
+    for place in (0, length - 1):
+        weights[place] = 2
+        assert of(weights) != whole
+        weights[place] = 1
 
 
 def test_a_rate_that_diverges_is_told(data: dict[str, str]) -> None:

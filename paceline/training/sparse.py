@@ -7,11 +7,13 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from paceline.errors import CheckpointError, NonFiniteLossError, UsageError, check_whole
 from paceline.hogwild.engine import Engine, Report, sparse_policy
+from paceline.hogwild.fingerprint import fingerprint
 from paceline.hogwild.sparsity import sparsity
 from paceline.hogwild.tasks import Task, TaskOptions, describe, load_task
 from paceline.policies import Average
@@ -234,6 +236,10 @@ class _SparseTraining:
         if self.directory is not None and self.directory.metrics is not None:
             self.directory.metrics.write(event, **values)
 
+    @cached_property
+    def _data(self) -> str:
+        return fingerprint(self.task.problem)
+
     # Checkpoints ------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
@@ -245,6 +251,7 @@ class _SparseTraining:
         state = {
             "sparse": {
                 "problem": self.task.name,
+                "data": self._data,
                 "position": [epoch, made],
                 "tally": asdict(self.epoch),
                 "metrics_bytes": self.directory.metrics.sync(),
@@ -276,6 +283,8 @@ class _SparseTraining:
             saved = state["sparse"]
             if saved["problem"] != self.task.name:
                 raise UsageError(f"it is of the problem {saved['problem']}")
+            if saved["data"] != self._data:
+                raise UsageError("it was trained on other data")
             self.engine.parameters = state["parameters"]
             self.engine.position = tuple(saved["position"])
             self.epoch = Tally(**saved["tally"])
