@@ -104,10 +104,14 @@ class Engine:
         self._rate, self._decay, self._watch, self._delay = rate, decay, watch, delay
         self._native = problem.native
         self._orders = Orders(problem.items, seed)
-        self._storage = problem.storage(seed)
+        self._storage = self._new_storage()
         self._position = (0, 0)
-        self._rate_set: float | None = None
         self._threads = getattr(self.policy, "threads", 1)
+
+    def _new_storage(self) -> Storage:
+        storage = self.problem.storage(self.seed)
+        self._native.prepare(storage.addresses)
+        return storage
 
     @property
     def parameters(self) -> dict[str, NDArray[Any]]:
@@ -175,17 +179,14 @@ class Engine:
         threads: int,
         outcome: NDArray[np.float64],
     ) -> None:
-        addresses, rate = storage.addresses, self.rate
-        if self._rate_set != rate or storage is not self._storage:
-            self._native.set_rate(addresses, rate)
-            self._rate_set = rate if storage is self._storage else self._rate_set
         self._native.run(
-            addresses,
+            storage.addresses,
             SCHEMES.index(type(self.policy)),
             threads,
             getattr(self.policy, "batch", 0),
             self._watch,
-            rate,
+            self.rate,
+            self._position[0],
             self._delay,
             order.ctypes.data,
             start,
@@ -195,9 +196,8 @@ class Engine:
 
     def _trial(self, threads: int, updates: int) -> float:
         """The seconds that so many updates take, on parameters that are thrown away."""
-        storage = self.problem.storage(self.seed)
+        storage = self._new_storage()
         order = self._orders.take(self._position[0])
-        self._call(storage, order, 0, 0, threads, np.zeros(8))
         start = time.perf_counter()
         self._call(storage, order, 0, min(updates, self.problem.items), threads, np.zeros(8))
         return time.perf_counter() - start

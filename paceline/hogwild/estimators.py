@@ -100,12 +100,12 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
             if self.fit_intercept:
                 engine.parameters["intercept"][:] = intercepts[column]
             made = max(made, self._run(engine, epochs, tol))
-            if not np.isfinite(engine.objective()):
+            coefs[column] = engine.parameters["coef"]
+            intercepts[column] = engine.parameters["intercept"][0] if self.fit_intercept else 0
+            if not np.isfinite(problem.penalty(engine.parameters) + intercepts[column]):
                 raise ValueError(
                     f"the objective became infinite at rate={self.rate_:g}; scale the data or lower the rate"
                 )
-            coefs[column] = engine.parameters["coef"]
-            intercepts[column] = engine.parameters["intercept"][0] if self.fit_intercept else 0
         self.coef_, self.intercept_, self.n_iter_ = coefs, intercepts, made
 
     def _run(self, engine: Engine, epochs: int, tol: float | None) -> int:
@@ -124,6 +124,9 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _steady_rate(self, X: Any, weights: Array | None) -> float:
         """A rate at which an update of a mean row corrects a fifth of its error; of ``squared_error``, at most half."""
+        if weights is None and self.loss != "squared_error":
+            mean = float(np.square(X.data, dtype=np.float64).sum()) / X.shape[0] + self.fit_intercept
+            return 0.2 / mean if mean > 0 else 0.2
         lengths = np.asarray(X.multiply(X).sum(axis=1), np.float64).ravel() + self.fit_intercept
         lengths = lengths if weights is None else lengths * weights
         longest, mean = float(lengths.max()), float(lengths.mean())

@@ -5,7 +5,7 @@ MAX_THREADS: int
 
 @final
 class Problem:
-    def set_rate(self, parameters: Sequence[int], rate: float, /) -> None: ...
+    def prepare(self, parameters: Sequence[int], /) -> None: ...
     def run(
         self,
         parameters: Sequence[int],
@@ -14,6 +14,7 @@ class Problem:
         batch: int,
         watch: int,
         rate: float,
+        epoch: int,
         delay: float,
         order: int,
         start: int,

@@ -47,10 +47,11 @@ void run_all(Problem& problem, std::vector<std::vector<V>> start) {
       auto memory = start;
       Parameters parameters;
       for (auto& part : memory) parameters.push_back(reinterpret_cast<char*>(part.data()));
-      problem.set_rate(parameters, 0.1);
+      problem.prepare(parameters);
       for (uint64_t epoch = 0; epoch < 2; ++epoch) {
         shuffle(order.data(), problem.items(), epoch);
-        Settings settings{scheme, threads, epoch == 0 ? 0 : 100, 4, 0.1, 0, order.data(), 0, problem.items(), nullptr, nullptr};
+        Settings settings{scheme, threads, epoch == 0 ? 0 : 100, 4, 0.1, static_cast<int64_t>(epoch), 0,
+                          order.data(), 0, problem.items(), nullptr, nullptr};
         Outcome outcome;
         problem.run(parameters, settings, outcome);
         require(outcome.updates == problem.items(), "every update is made");
@@ -127,8 +128,8 @@ void interrupted() {
   for (const Scheme scheme : schemes) {
     std::vector<double> memory(4, 0.0);
     const Parameters parameters{reinterpret_cast<char*>(memory.data())};
-    problem->set_rate(parameters, 1e-6);
-    Settings settings{scheme, 3, 16, 1, 1e-6, 2e-3, order.data(), 0, rows, [](void*) { return true; }, nullptr};
+    problem->prepare(parameters);
+    Settings settings{scheme, 3, 16, 1, 1e-6, 0, 2e-3, order.data(), 0, rows, [](void*) { return true; }, nullptr};
     Outcome outcome;
     problem->run(parameters, settings, outcome);
     require(outcome.updates > 0 && outcome.updates < rows, "the run stops early");

@@ -32,18 +32,18 @@ class Completion {
   int64_t most_coordinates() const { return 2; }
   Scratch scratch() const { return {}; }
 
-  void bind(const Parameters& parameters, double rate) {
+  void bind(const Parameters& parameters, double rate, int64_t) {
     left_ = reinterpret_cast<V*>(parameters[0]);
     right_ = reinterpret_cast<V*>(parameters[1]);
     rate_ = static_cast<V>(rate);
     share_ = static_cast<V>(rate * data_.regulariser);
   }
-  void set_rate() const {}
+  void prepare() const {}
 
   void prefetch_start(uint32_t item) const {
-    __builtin_prefetch(&row()[item]);
-    __builtin_prefetch(&column()[item]);
-    __builtin_prefetch(&values()[item]);
+    fetch_early(&row()[item]);
+    fetch_early(&column()[item]);
+    fetch_early(&values()[item]);
   }
 
   void prefetch_item(uint32_t) const {}
@@ -102,7 +102,7 @@ class Completion {
   V* right(uint32_t item) const { return right_ + static_cast<int64_t>(column()[item]) * data_.rank; }
 
   void prefetch_vector(const V* vector) const {
-    for (int64_t k = 0; k < data_.rank; k += 64 / static_cast<int64_t>(sizeof(V))) __builtin_prefetch(vector + k, 1);
+    for (int64_t k = 0; k < data_.rank; k += 64 / static_cast<int64_t>(sizeof(V))) fetch_early(vector + k);
   }
 
   template <class Access>

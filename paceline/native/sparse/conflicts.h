@@ -2,9 +2,10 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <utility>
 #include <vector>
+
+#include "access.h"
 
 namespace paceline::sparse {
 
@@ -16,70 +17,45 @@ struct Parcels {
 
 class Conflicts {
  public:
+  static constexpr int64_t largest_batch = 1 << 15;  // so that its stamps have 16 bits
+
   Conflicts(int64_t coordinates, int64_t batch, int threads)
-      : used_(coordinates / per_word + 1), last_user_(coordinates, 0), parent_(batch), length_(batch), cost_(batch),
-        thread_(batch), load_(threads) {}
+      : last_user_(coordinates, 0), parent_(batch), cost_(batch), thread_(batch), load_(threads) {}
 
   template <class P>
   void divide(const P& problem, const uint32_t* order, int64_t count, Parcels& parcels) {
-    std::iota(parent_.begin(), parent_.begin() + count, 0);
-    mark(problem, order, count);
     connect(problem, order, count);
-    clear(problem, order, count);
     assign(count, parcels);
     for (auto& parcel : parcels.of_thread) parcel.clear();
     for (int64_t i = 0; i < count; ++i) parcels.of_thread[thread_[parent_[i]]].push_back(order[i]);
   }
 
  private:
-  // Two bits for each coordinate: an update of the batch has it, several have it. So few bits stay in the cache, and
-  // only the coordinates of several updates are looked up in a larger table.
-  static constexpr int64_t per_word = 32;
-  static int shift(int64_t u) { return static_cast<int>(2 * (u % per_word)); }
-
-  template <class P>
-  void mark(const P& problem, const uint32_t* order, int64_t count) {
-    constexpr int64_t ahead = 12;
-    entries_ = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      if (i + 2 * ahead < count) problem.prefetch_start(order[i + 2 * ahead]);
-      if (i + ahead < count) problem.prefetch_item(order[i + ahead]);
-      int64_t length = 0;
-      problem.for_coordinates(order[i], [&](int64_t u) {
-        uint64_t& word = used_[u / per_word];
-        word |= (1 | (word >> shift(u) & 1) << 1) << shift(u);
-        ++length;
-      });
-      length_[i] = length + 4;
-      entries_ += length;
-    }
-  }
-
+  // Joins each update to the last one that has the same coordinate. Stamps of earlier batches are below those of this
+  // one, so the table is cleared only when the numbers run out.
   template <class P>
   void connect(const P& problem, const uint32_t* order, int64_t count) {
-    // Stamps of earlier batches are below those of this one, so the table is cleared only when the numbers run out.
-    if (stamp_ > UINT32_MAX - 2 * static_cast<uint64_t>(parent_.size())) {
+    constexpr int64_t ahead = 12, table_ahead = 4;
+    if (stamp_ + count > UINT16_MAX) {
       std::fill(last_user_.begin(), last_user_.end(), 0);
       stamp_ = 1;
     }
-    const uint64_t first = stamp_;
+    const int64_t first = stamp_;
     stamp_ += count;
-    for (int64_t i = 0; i < count; ++i)
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + 2 * ahead < count) problem.prefetch_start(order[i + 2 * ahead]);
+      if (i + ahead < count) problem.prefetch_item(order[i + ahead]);
+      if (i + table_ahead < count)
+        problem.for_coordinates(order[i + table_ahead], [&](int64_t u) { fetch_early(&last_user_[u]); });
+      parent_[i] = static_cast<uint32_t>(i);
+      int64_t length = 0;
       problem.for_coordinates(order[i], [&](int64_t u) {
-        if ((used_[u / per_word] >> shift(u) & 2) == 0) return;
-        const uint32_t other = std::exchange(last_user_[u], static_cast<uint32_t>(first + i));
+        const int64_t other = std::exchange(last_user_[u], static_cast<uint16_t>(first + i));
         if (other >= first) join(static_cast<uint32_t>(i), static_cast<uint32_t>(other - first));
+        ++length;
       });
-  }
-
-  template <class P>
-  void clear(const P& problem, const uint32_t* order, int64_t count) {
-    if (static_cast<int64_t>(used_.size()) < 16 * entries_) {
-      std::fill(used_.begin(), used_.end(), 0);
-      return;
+      cost_[i] = length + 4;
     }
-    for (int64_t i = 0; i < count; ++i)
-      problem.for_coordinates(order[i], [&](int64_t u) { used_[u / per_word] = 0; });
   }
 
   uint32_t root(uint32_t i) {
@@ -99,11 +75,10 @@ class Conflicts {
     int64_t total = 0;
     parcels.components = 0;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t cost = length_[i];
-      total += cost;
+      total += cost_[i];
       const uint32_t first = parent_[i] = parent_[parent_[i]];  // parents come first, so theirs are roots by now
-      if (first == i) cost_[i] = cost, ++parcels.components;
-      else cost_[first] += cost;
+      if (first == i) ++parcels.components;
+      else cost_[first] += cost_[i];
     }
     std::fill(load_.begin(), load_.end(), 0);
     const int64_t large = total / (16 * static_cast<int64_t>(load_.size())) + 1;
@@ -129,16 +104,13 @@ class Conflicts {
     thread_[component] = static_cast<uint8_t>(least - load_.begin());
   }
 
-  std::vector<uint64_t> used_;
-  std::vector<uint32_t> last_user_;  // of each coordinate: the stamp of the last update that has it
+  std::vector<uint16_t> last_user_;  // of each coordinate: the stamp of the last update that has it
   std::vector<uint32_t> parent_;
-  std::vector<int64_t> length_;  // of each update, as a measure of its time
-  std::vector<int64_t> cost_;    // of each component
+  std::vector<int64_t> cost_;  // of each update as a measure of its time, then of each component
   std::vector<uint8_t> thread_;
   std::vector<int64_t> load_;
   std::vector<uint32_t> large_;
-  uint64_t stamp_ = 1;
-  int64_t entries_ = 0;
+  int64_t stamp_ = 1;
 };
 
 }  // namespace paceline::sparse

@@ -46,23 +46,23 @@ class Cut {
     return {room, room, room};
   }
 
-  void bind(const Parameters& parameters, double rate) {
+  void bind(const Parameters& parameters, double rate, int64_t) {
     points_ = reinterpret_cast<V*>(parameters[0]);
     rate_ = static_cast<V>(rate);
   }
-  void set_rate() const {}
+  void prepare() const {}
 
   void prefetch_start(uint32_t item) const {
-    __builtin_prefetch(&tail()[item]);
-    __builtin_prefetch(&head()[item]);
-    __builtin_prefetch(&weights()[item]);
+    fetch_early(&tail()[item]);
+    fetch_early(&head()[item]);
+    fetch_early(&weights()[item]);
   }
 
   void prefetch_item(uint32_t) const {}
 
   void prefetch_parameters(uint32_t item) const {
-    __builtin_prefetch(point(tail()[item]), 1);
-    __builtin_prefetch(point(head()[item]), 1);
+    fetch_early(point(tail()[item]));
+    fetch_early(point(head()[item]));
   }
 
   template <class Use>

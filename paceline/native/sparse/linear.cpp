@@ -1,6 +1,7 @@
 // Linear models: sparse support vector machines, logistic and least squares.
 #include <cmath>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "solver.h"
@@ -9,15 +10,24 @@ namespace paceline::sparse {
 
 namespace {
 
-// A weight and what it is multiplied by in each update, side by side: one cache line for both.
+// A weight and the group of its column, side by side: one cache line for both.
 template <class V>
 struct Pair {
-  V weight, shrink;
+  V weight;
+  std::conditional_t<sizeof(V) == 4, uint32_t, uint64_t> group;
+};
+
+// What the regulariser multiplies a weight by: in an update with a gradient, and in one of those without.
+template <class V>
+struct Shrink {
+  V once, for_skipped;
 };
 
 // What does not change: found out once, shared by the copies of a run.
 struct Counted {
   std::vector<uint32_t> entries;  // of each column
+  std::vector<uint32_t> counts;   // how many entries a column of each group has
+  std::vector<uint32_t> group_of_count;
   int64_t most = 0;               // entries of a row
   double mean_square = 1;         // of all entries
 };
@@ -33,7 +43,7 @@ class Linear {
     check_items(data.rows);
     check();
     // The parameters of few columns stay in the cache by themselves.
-    prefetches_ = data.columns * static_cast<int64_t>(sizeof(Pair<V>)) > (1 << 18);
+    prefetches_ = data.columns * static_cast<int64_t>(sizeof(Pair<V>)) > (1 << 20);
   }
 
   int64_t items() const { return data_.rows; }
@@ -41,39 +51,38 @@ class Linear {
   int64_t most_coordinates() const { return counted_->most + 1; }
   Scratch scratch() const { return {}; }
 
-  void bind(const Parameters& parameters, double rate) {
+  void bind(const Parameters& parameters, double rate, int64_t epoch) {
     pairs_ = reinterpret_cast<Pair<V>*>(parameters[0]);
     rate_ = static_cast<V>(rate);
-    wide_rate_ = rate;
+    turn_ = static_cast<uint32_t>(epoch);
     intercept_scale_ = static_cast<V>(counted_->mean_square);
+    if (data_.regulariser > 0 && rate > 0) find_shrinks(rate * data_.regulariser * static_cast<double>(data_.rows));
   }
 
-  // The regulariser is split over the entries of a column. Each takes an implicit step, which never overshoots: with
-  // few entries an explicit one would be longer than the weight itself.
-  void set_rate() const {
-    const double share = wide_rate_ * data_.regulariser * static_cast<double>(data_.rows);
-    for (int64_t u = 0; u < data_.columns; ++u)
-      if (counted_->entries[u] > 0) pairs_[u].shrink = static_cast<V>(1 / (1 + share / counted_->entries[u]));
-    pairs_[data_.columns].shrink = 1;
+  void prepare() const {
+    for (int64_t u = 0; u < data_.columns; ++u) pairs_[u].group = counted_->group_of_count[counted_->entries[u]];
   }
 
   void prefetch_start(uint32_t item) const {
-    __builtin_prefetch(static_cast<const char*>(data_.starts) + static_cast<int64_t>(item) * (data_.wide_starts ? 8 : 4));
-    __builtin_prefetch(targets() + item);
+    fetch_early(static_cast<const char*>(data_.starts) + static_cast<int64_t>(item) * (data_.wide_starts ? 8 : 4));
+    fetch_early(targets() + item);
   }
 
   void prefetch_item(uint32_t item) const {
-    const int64_t first = start(item), end = start(item + 1);
-    for (int64_t k = first; k < end && k < first + 256; k += 64 / static_cast<int64_t>(sizeof(I)))
-      __builtin_prefetch(indices() + k);
-    for (int64_t k = first; k < end && k < first + 256; k += 64 / static_cast<int64_t>(sizeof(V)))
-      __builtin_prefetch(values() + k);
+    // The first lines, whether the row has them or not: the processor itself sees what follows, and a loop would cost
+    // more than it gains.
+    const auto* const index = reinterpret_cast<const char*>(indices() + start(item));
+    const auto* const value = reinterpret_cast<const char*>(values() + start(item));
+    fetch_early(index);
+    fetch_early(index + 64);
+    fetch_early(value);
+    fetch_early(value + 64);
   }
 
   void prefetch_parameters(uint32_t item) const {
     if (!prefetches_) return;
     const int64_t first = start(item), end = std::min(start(item + 1), first + 128);
-    for (int64_t k = first; k < end; ++k) __builtin_prefetch(&pairs_[indices()[k]], 1);
+    for (int64_t k = first; k < end; ++k) fetch_early(&pairs_[indices()[k]]);
   }
 
   template <class Use>
@@ -91,15 +100,28 @@ class Linear {
   template <class Access>
   void apply(Access& access, uint32_t item, Gradient gradient, Scratch&) const {
     const V step = rate_ * gradient;
-    if (step == 0 && data_.regulariser == 0) return;
+    if (step == 0) {
+      // Most rows of a trained hinge have no gradient. They write in turns, so that most only read.
+      if (shrinks_ != nullptr && (item + turn_) % turns == 0) shrink_all(access, item);
+      return;
+    }
     const V* value = values();
     const I* index = indices();
-    for (int64_t k = start(item), end = start(item + 1); k < end; ++k) {
-      Pair<V>& pair = pairs_[index[k]];
-      const V shrink = pair.shrink, change = step * value[k];
-      access.change(pair.weight, [=](V weight) { return (weight - change) * shrink; });
+    const Shrink<V>* const shrinks = shrinks_.get();
+    const int64_t first = start(item), end = start(item + 1);
+    if (shrinks == nullptr) {
+      for (int64_t k = first; k < end; ++k) {
+        const V change = step * value[k];
+        access.change(pairs_[index[k]].weight, [=](V weight) { return weight - change; });
+      }
+    } else {
+      for (int64_t k = first; k < end; ++k) {
+        Pair<V>& pair = pairs_[index[k]];
+        const V shrink = shrinks[pair.group].once, change = step * value[k];
+        access.change(pair.weight, [=](V weight) { return (weight - change) * shrink; });
+      }
     }
-    if (data_.intercept && step != 0) {
+    if (data_.intercept) {
       const V change = step * intercept_scale_;
       access.change(pairs_[data_.columns].weight, [=](V weight) { return weight - change; });
     }
@@ -127,6 +149,29 @@ class Linear {
   }
 
  private:
+  static constexpr uint32_t turns = 16;
+
+  // The regulariser is split over the entries of a column. Each takes an implicit step, which never overshoots: with
+  // few entries an explicit one would be longer than the weight itself. Columns of as many entries have one factor.
+  void find_shrinks(double share) {
+    const auto& counts = counted_->counts;
+    auto shrinks = std::make_shared<Shrink<V>[]>(counts.size());
+    for (size_t group = 0; group < counts.size(); ++group) {
+      const double each = share / counts[group];
+      shrinks[group] = {static_cast<V>(1 / (1 + each)), static_cast<V>(1 / (1 + turns * each))};
+    }
+    shrinks_ = std::move(shrinks);
+  }
+
+  template <class Access>
+  void shrink_all(Access& access, uint32_t item) const {
+    for (int64_t k = start(item), end = start(item + 1); k < end; ++k) {
+      Pair<V>& pair = pairs_[indices()[k]];
+      const V shrink = shrinks_[pair.group].for_skipped;
+      access.change(pair.weight, [=](V weight) { return weight * shrink; });
+    }
+  }
+
   const I* indices() const { return static_cast<const I*>(data_.indices); }
   const V* values() const { return static_cast<const V*>(data_.values); }
   const V* targets() const { return static_cast<const V*>(data_.targets); }
@@ -150,7 +195,13 @@ class Linear {
       c += access.load(pairs_[index[k + 2]].weight) * value[k + 2];
       d += access.load(pairs_[index[k + 3]].weight) * value[k + 3];
     }
-    for (; k < end; ++k) a += access.load(pairs_[index[k]].weight) * value[k];
+    if (k < end) {
+      // Up to three are left. Products with 0 take less time than a loop whose end is not foreseen.
+      const int64_t second = k + 1 < end ? k + 1 : k, third = k + 2 < end ? k + 2 : k;
+      a += access.load(pairs_[index[k]].weight) * value[k];
+      b += access.load(pairs_[index[second]].weight) * (k + 1 < end ? value[second] : 0);
+      c += access.load(pairs_[index[third]].weight) * (k + 2 < end ? value[third] : 0);
+    }
     const V sum = (a + b) + (c + d);
     return data_.intercept ? sum + access.load(pairs_[data_.columns].weight) : sum;
   }
@@ -187,18 +238,42 @@ class Linear {
         throw Refused("indptr: row " + std::to_string(row) + " begins at " + std::to_string(first) + " and ends at " +
                       std::to_string(end) + " of " + std::to_string(data_.entries) + " entries");
       counted->most = std::max(counted->most, end - first);
+      // Few branches for what is nearly always right. A number that is not finite has no finite square.
+      bool right = true;
+      double square = 0;
       for (int64_t k = first; k < end; ++k) {
-        check_index(indices()[k], data_.columns, "row", row);
-        if (!std::isfinite(values()[k]))
-          throw Refused("row " + std::to_string(row) + ", column " + std::to_string(indices()[k]) +
-                        ": wanted a finite number, got " + std::to_string(values()[k]));
-        ++counted->entries[indices()[k]];
-        squares += static_cast<double>(values()[k]) * values()[k];
+        right &= static_cast<uint64_t>(indices()[k]) < static_cast<uint64_t>(data_.columns);
+        square += static_cast<double>(values()[k]) * values()[k];
       }
+      if (!right || !std::isfinite(square)) check_entries(row);
+      for (int64_t k = first; k < end; ++k) ++counted->entries[indices()[k]];
+      squares += square;
       check_row(row);
     }
+    group(*counted);
     if (data_.entries > 0) counted->mean_square = squares / static_cast<double>(data_.entries);
     counted_ = std::move(counted);
+  }
+
+  void check_entries(int64_t row) const {
+    for (int64_t k = start(row), end = start(row + 1); k < end; ++k) {
+      check_index(indices()[k], data_.columns, "row", row);
+      if (!std::isfinite(values()[k]))
+        throw Refused("row " + std::to_string(row) + ", column " + std::to_string(indices()[k]) +
+                      ": wanted a finite number, got " + std::to_string(values()[k]));
+    }
+  }
+
+  static void group(Counted& counted) {
+    uint32_t most = 0;
+    for (const uint32_t count : counted.entries) most = std::max(most, count);
+    counted.group_of_count.assign(static_cast<size_t>(most) + 1, 0);
+    for (const uint32_t count : counted.entries) counted.group_of_count[count] = 1;
+    for (uint32_t count = 0; count <= most; ++count) {
+      if (counted.group_of_count[count] == 0) continue;
+      counted.group_of_count[count] = static_cast<uint32_t>(counted.counts.size());
+      counted.counts.push_back(std::max(1u, count));
+    }
   }
 
   void check_row(int64_t row) const {
@@ -215,8 +290,9 @@ class Linear {
   LinearData data_;
   std::shared_ptr<const Counted> counted_;
   Pair<V>* pairs_ = nullptr;
+  std::shared_ptr<const Shrink<V>[]> shrinks_;  // of each group, or none
   V rate_ = 0;
-  double wide_rate_ = 0;
+  uint32_t turn_ = 0;
   V intercept_scale_ = 1;  // the intercept learns as fast as the weight of an entry of mean size
   bool prefetches_ = true;
 };

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "access.h"
 #include "team.h"
 
 namespace paceline::sparse {
@@ -20,7 +21,7 @@ class Locks {
 
   // Neighbours share, so the locks of ascending coordinates ascend.
   uint32_t lock_of(int64_t coordinate) const { return static_cast<uint32_t>(coordinate >> shift_); }
-  void prefetch(int64_t coordinate) const { __builtin_prefetch(&taken_[lock_of(coordinate)], 1); }
+  void prefetch(int64_t coordinate) const { fetch_early(&taken_[lock_of(coordinate)]); }
 
   void take(std::vector<uint32_t>& wanted) {
     if (!std::is_sorted(wanted.begin(), wanted.end())) std::sort(wanted.begin(), wanted.end());

@@ -84,12 +84,10 @@ bool read_parameters(PyObject* addresses, Parameters& parameters) {
   return !PyErr_Occurred();
 }
 
-PyObject* set_rate(PyObject* self, PyObject* arguments) {
-  PyObject* addresses;
-  double rate;
+PyObject* prepare(PyObject* self, PyObject* addresses) {
   Parameters parameters;
-  if (!PyArg_ParseTuple(arguments, "Od", &addresses, &rate) || !read_parameters(addresses, parameters)) return nullptr;
-  if (!run_unlocked([&](Unlocked&) { problem_of(self).set_rate(parameters, rate); })) return nullptr;
+  if (!read_parameters(addresses, parameters)) return nullptr;
+  if (!run_unlocked([&](Unlocked&) { problem_of(self).prepare(parameters); })) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -100,13 +98,13 @@ PyObject* run(PyObject* self, PyObject* arguments) {
   unsigned long long order, outcome_address;
   Settings settings;
   Parameters parameters;
-  long long batch, watch, start, end;
-  if (!PyArg_ParseTuple(arguments, "OiiLLddKLLK", &addresses, &scheme, &settings.threads, &batch, &watch, &settings.rate,
-                        &settings.delay, &order, &start, &end, &outcome_address) ||
+  long long batch, watch, epoch, start, end;
+  if (!PyArg_ParseTuple(arguments, "OiiLLdLdKLLK", &addresses, &scheme, &settings.threads, &batch, &watch, &settings.rate,
+                        &epoch, &settings.delay, &order, &start, &end, &outcome_address) ||
       !read_parameters(addresses, parameters))
     return nullptr;
   settings.scheme = static_cast<Scheme>(scheme);
-  settings.batch = batch, settings.watch = watch, settings.start = start, settings.end = end;
+  settings.batch = batch, settings.watch = watch, settings.epoch = epoch, settings.start = start, settings.end = end;
   settings.order = at<const uint32_t>(order);
   if (settings.threads < 1 || settings.threads > max_threads || batch < 0 || start < 0 || start > end ||
       end > problem_of(self).items()) {
@@ -199,7 +197,7 @@ PyObject* shuffle_order(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef methods[] = {{"set_rate", set_rate, METH_VARARGS, nullptr},
+PyMethodDef methods[] = {{"prepare", prepare, METH_O, nullptr},
                          {"run", run, METH_VARARGS, nullptr},
                          {"judge", judge, METH_VARARGS, nullptr},
                          {"describe", describe, METH_VARARGS, nullptr},

@@ -21,6 +21,7 @@ struct Settings {
   int64_t batch = 0;      // updates that cyclades looks at together
   int64_t watch = 64;     // hogwild: every so many updates the stores are watched; 0 is never
   double rate = 0;
+  int64_t epoch = 0;
   double delay = 0;       // seconds that each gradient takes in addition
   const uint32_t* order = nullptr;
   int64_t start = 0, end = 0;  // of the order
@@ -52,8 +53,8 @@ struct Described {
 struct Problem {
   virtual ~Problem() = default;
   virtual int64_t items() const = 0;
-  // Before the first run, and again when the rate changes.
-  virtual void set_rate(const Parameters& parameters, double rate) = 0;
+  // Once for new parameters, before their first run.
+  virtual void prepare(const Parameters& parameters) = 0;
   virtual void run(const Parameters& parameters, const Settings& settings, Outcome& outcome) = 0;
   virtual Judged judge(const Parameters& parameters, int threads) const = 0;
   virtual Described describe(int64_t budget) const = 0;

@@ -1,7 +1,7 @@
 // The schemes, over any problem that can compute and apply one update.
 //
 // A problem P has: items(), coordinates(), prefetch_start(item), prefetch_item(item), prefetch_parameters(item),
-// for_coordinates(item, f) over what an update writes, P::Gradient, P::Scratch, bind(parameters, rate),
+// for_coordinates(item, f) over what an update writes, P::Gradient, P::Scratch, bind(parameters, rate, epoch),
 // compute(access, item, scratch), apply(access, item, gradient, scratch), settle() and the copies of `average`.
 #pragma once
 #include <algorithm>
@@ -22,6 +22,7 @@ class Schemes {
   Schemes(const P& problem, const Settings& settings, Outcome& outcome)
       : problem_(problem), settings_(settings), outcome_(outcome) {
     if (settings.delay > 0) chunk_ = 16;
+    else if (settings.end - settings.start >= 64 * 1024 * settings.threads) chunk_ = 1024;
   }
 
   void run() {
@@ -39,7 +40,7 @@ class Schemes {
  private:
   using Scratch = typename P::Scratch;
   static constexpr int64_t start_ahead = 24, item_ahead = 12, parameters_ahead = 4;
-  static constexpr int64_t smallest_batch = 256, largest_batch = 1 << 14;  // of updates, where cyclades chooses
+  static constexpr int64_t smallest_batch = 256, largest_batch = 1 << 12;  // of updates, where cyclades chooses
 
   void pretend_to_compute() const {
     if (settings_.delay <= 0) return;
@@ -61,11 +62,12 @@ class Schemes {
     if (i + parameters_ahead < end) problem.prefetch_parameters(order[i + parameters_ahead]);
   }
 
+  // Looks ahead of the range, up to ``last``.
   template <class Access>
-  void update_range(const P& problem, Access& access, const uint32_t* order, int64_t start, int64_t end,
+  void update_range(const P& problem, Access& access, const uint32_t* order, int64_t start, int64_t end, int64_t last,
                     Scratch& scratch) const {
     for (int64_t i = start; i < end; ++i) {
-      prefetch(problem, order, i, end);
+      prefetch(problem, order, i, last);
       update(problem, access, order[i], scratch);
     }
   }
@@ -77,7 +79,7 @@ class Schemes {
     int64_t next = settings_.start;
     while (next < settings_.end && !asking.must_stop()) {
       const int64_t end = std::min(settings_.end, next + chunk_);
-      update_range(problem_, access, settings_.order, next, end, scratch);
+      update_range(problem_, access, settings_.order, next, end, settings_.end, scratch);
       next = end;
     }
     outcome_.updates = next - settings_.start;
@@ -108,8 +110,8 @@ class Schemes {
       Racy access;
       for (int64_t i = start; i < end;) {
         const int64_t next = next_watched(i);
-        update_range(problem_, access, settings_.order, i, std::min(next, end), scratch);
-        if (next < end) update_range(problem_, watched, settings_.order, next, next + 1, scratch);
+        update_range(problem_, access, settings_.order, i, std::min(next, end), end, scratch);
+        if (next < end) update_range(problem_, watched, settings_.order, next, next + 1, end, scratch);
         i = std::min(next, end) + 1;
       }
       watching[thread].sampled += watched.sampled;
@@ -131,7 +133,7 @@ class Schemes {
   void atomic() {
     in_chunks([&](int, int64_t start, int64_t end, Scratch& scratch) {
       Swapping access;
-      update_range(problem_, access, settings_.order, start, end, scratch);
+      update_range(problem_, access, settings_.order, start, end, end, scratch);
     });
     problem_.settle();
   }
@@ -210,8 +212,8 @@ class Schemes {
           if (start >= settings_.end) return;
           furthest = std::max(furthest, round);
         }
-        update_range(problems[thread], access, settings_.order, start, std::min(settings_.end, start + chunk_),
-                     scratches[thread]);
+        const int64_t end = std::min(settings_.end, start + chunk_);
+        update_range(problems[thread], access, settings_.order, start, end, end, scratches[thread]);
       }
     });
     outcome_.updates = std::min(settings_.end - settings_.start, (furthest + 1) * threads * chunk_);
@@ -221,7 +223,8 @@ class Schemes {
   // As many batches as there are threads are divided at the same time, one by each; then they run, one after the other.
   void cyclades() {
     const int threads = settings_.threads;
-    const int64_t most = settings_.batch > 0 ? settings_.batch : largest_batch;
+    const int64_t wanted = std::min(settings_.batch, Conflicts::largest_batch);
+    const int64_t most = wanted > 0 ? wanted : largest_batch;
     std::vector<Conflicts> conflicts;
     for (int thread = 0; thread < threads; ++thread) conflicts.emplace_back(problem_.coordinates(), most, threads);
     std::vector<Parcels> parcels(threads);
@@ -233,7 +236,7 @@ class Schemes {
     Barrier barrier(threads);
     // The calling thread writes these between two barriers, when nobody reads them.
     bool stop = false;
-    int64_t done = settings_.start, batch = settings_.batch > 0 ? settings_.batch : 1024;
+    int64_t done = settings_.start, batch = wanted > 0 ? wanted : 1024;
     run_team(threads, [&](int thread) {
       Asking asking(thread == 0 ? settings_.interrupted : nullptr, settings_.context);
       Plain access;
@@ -249,7 +252,8 @@ class Schemes {
         if (thread == 0) outcome_.preparation_seconds += seconds_since(begun);
         for (int k = 0; k < batches; ++k) {
           const auto& items = parcels[k].of_thread[thread];
-          update_range(problem_, access, items.data(), 0, static_cast<int64_t>(items.size()), scratches[thread]);
+          const auto count = static_cast<int64_t>(items.size());
+          update_range(problem_, access, items.data(), 0, count, count, scratches[thread]);
           barrier.wait();
         }
         if (thread == 0) {
@@ -259,7 +263,7 @@ class Schemes {
             largest = std::max(largest, parcels[k].largest);
           }
           done = std::min(settings_.end, group + batches * size);
-          if (settings_.batch == 0) batch = next_batch(size, largest);
+          if (wanted == 0) batch = next_batch(size, largest);
           stop = asking.must_stop();
         }
         barrier.wait();

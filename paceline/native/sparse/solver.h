@@ -35,23 +35,23 @@ class Solver : public Problem {
 
   int64_t items() const override { return problem_.items(); }
 
-  void set_rate(const Parameters& parameters, double rate) override { bound(parameters, rate).set_rate(); }
+  void prepare(const Parameters& parameters) override { bound(parameters).prepare(); }
 
   void run(const Parameters& parameters, const Settings& settings, Outcome& outcome) override {
-    const P problem = bound(parameters, settings.rate);
+    const P problem = bound(parameters, settings.rate, settings.epoch);
     Schemes<P>(problem, settings, outcome).run();
   }
 
   Judged judge(const Parameters& parameters, int threads) const override {
-    return judge_all(bound(parameters, 0), threads);
+    return judge_all(bound(parameters), threads);
   }
 
   Described describe(int64_t budget) const override { return sparse::describe(problem_, budget); }
 
  private:
-  P bound(const Parameters& parameters, double rate) const {
+  P bound(const Parameters& parameters, double rate = 0, int64_t epoch = 0) const {
     P problem = problem_;
-    problem.bind(parameters, rate);
+    problem.bind(parameters, rate, epoch);
     return problem;
   }
 
