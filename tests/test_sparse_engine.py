@@ -86,6 +86,34 @@ def test_average_is_the_same_each_time(seed: int, threads: int) -> None:
     assert bits(one.parameters) == bits(other.parameters)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 10, 250, 2048, 2049, 2500])
+def test_only_copies_that_made_updates_are_averaged(rows: int, threads: int) -> None:
+    data = CSR(np.arange(rows + 1), np.arange(rows, dtype=np.int32), np.ones(rows), rows)
+    engine = Engine(LinearProblem(data, np.ones(rows)), f"average(threads={threads})", seed=0, rate=1.0)
+    assert engine.run().updates == rows
+    copies = 1 / engine.parameters["coef"]  # each row has a column of its own, so one copy has 1 there
+    assert (copies == copies[0]).all() and min(rows, threads) / 2 < copies[0] <= min(rows, threads)
+
+
+def test_all_copies_learn_from_few_rows() -> None:
+    data = CSR(np.arange(251), np.zeros(250, np.int32), np.ones(250), 1)
+    engine = Engine(LinearProblem(data, np.ones(250), "squared"), "average(threads=8)", seed=0, rate=0.1)
+    engine.run()
+    assert engine.parameters["coef"][0] == pytest.approx(1 - 0.9**31, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", ["serial", "hogwild(threads=2)", "average(threads=2)"])
+def test_stop_ends_a_run_early(policy: str) -> None:
+    data = CSR(np.arange(10_001), np.zeros(10_000, np.int32), np.ones(10_000), 1)
+    problem = LinearProblem(data, np.ones(10_000))
+    engine = Engine(problem, policy, seed=0, rate=1e-3, delay=1e-3)
+    report = engine.run(stop=lambda: True)
+    assert 0 < report.updates < 10_000 and engine.position == (0, report.updates)
+    with pytest.raises(ZeroDivisionError):
+        engine.run(stop=lambda: bool(1 // 0))
+
+
 @every_scheme
 def test_every_scheme_finds_the_minimum(scheme: str) -> None:
     random = np.random.default_rng(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,22 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert 0 < result.resumed_at < result.updates
     assert parameters_of(parts) == parameters_of(whole)
     assert metrics_of(parts) == metrics_of(whole)
+
+
+def test_average_stops_inside_an_epoch_and_goes_on_from_its_beginning(
+    data: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"data": data["svm"], "policy": "average(threads=2)"}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_sparse(config(whole, epochs=3, **options))
+    train_sparse(config(parts, epochs=1, **options))
+    before = parameters_of(parts)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("paceline.training.sparse.Engine", partial(Engine, delay=0.01))  # an epoch takes a second
+        train_sparse(config(parts, epochs=3, resume=True, **options), stop=lambda: True)
+    assert parameters_of(parts) == before
+    assert train_sparse(config(parts, epochs=3, resume=True, **options)).resumed_at == 200
+    assert parameters_of(parts) == parameters_of(whole)
 
 
 def test_a_finished_run_is_finished(data: dict[str, str], tmp_path: Path) -> None:
@@ -257,10 +274,10 @@ def test_the_command_trains_and_shows_what_it_measured(
 def test_ctrl_c_leaves_a_checkpoint(data: dict[str, str], paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Engine.run
 
-    def interrupted(engine: Engine, updates: int | None = None) -> Report:
+    def interrupted(engine: Engine, updates: int | None = None, **options: Any) -> Report:
         if engine.position[0] == 2:
             signal.raise_signal(signal.SIGINT)
-        return run(engine, updates)
+        return run(engine, updates, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "run", interrupted)

@@ -115,7 +115,8 @@ def train_sparse(
 ) -> SparseResult:
     """Train a sparse problem to the end of its epochs.
 
-    When ``stop`` returns true, the run is saved within a second and ends with a ``KeyboardInterrupt``.
+    When ``stop`` returns true, the run ends within a second or so with a ``KeyboardInterrupt``. Before that it is saved,
+    but for ``average`` inside an epoch: its copies are not averaged yet, and the last checkpoint stays as it is.
     """
     task = task or load_task(config.options)
     if config.run is None:
@@ -168,14 +169,15 @@ class _SparseTraining:
     def _run_epoch(self) -> None:
         epoch = self.engine.position[0]
         while self.engine.position[0] == epoch:
-            report = self.engine.run(self._slice())
+            report = self.engine.run(self._slice(), stop=self.stop)
             self.epoch.add(report)
             self.whole.add(report)
             if self.engine.position[0] != epoch:
                 self._end_epoch()
             self._watch()
             if self.stop():
-                self._save()
+                if self.engine.position[1] == 0 or not self._averages():
+                    self._save()
                 raise KeyboardInterrupt
             if self.config.save_every is not None and self._updates() - (self.saved_at or 0) >= self.config.save_every:
                 self._save()
@@ -203,12 +205,16 @@ class _SparseTraining:
 
     def _slice(self) -> int | None:
         """How many updates to make before the next look around; None: the rest of the epoch."""
-        if isinstance(self.engine.policy, Average):  # the copies are averaged whenever a run ends
+        if self._averages():
             return None
         fast = int(self.whole.per_second * _SLICE_SECONDS) or _FIRST_SLICE
         if self.config.save_every is None:
             return fast
         return min(fast, (self.saved_at or 0) + self.config.save_every - self._updates())
+
+    def _averages(self) -> bool:
+        """Whether threads have copies, which are averaged whenever a run of the engine ends: that is an epoch's end."""
+        return isinstance(self.engine.policy, Average)
 
     def _updates(self) -> int:
         epoch, made = self.engine.position
