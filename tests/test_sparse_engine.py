@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,10 @@ from sparse_problems import bits, completion, cut, linear, problems
 every_scheme = pytest.mark.parametrize("scheme", [scheme.name for scheme in SCHEMES])
 THREADED = [scheme.name for scheme in SCHEMES if scheme.name != "serial"]
 several = st.integers(1, 8)
+
+
+def with_fields(value: Any, **fields: Any) -> Any:
+    return replace(value, **fields)
 
 
 def trained(problem: Problem, policy: str | SparsePolicy, epochs: int = 2, **options: Any) -> Engine:
@@ -372,11 +377,29 @@ def test_wrong_data_is_refused_with_its_place(name: str, place: int, value: floa
         (lambda: Engine(linear(0), "serial", seed=0, rate=0), "rate: wanted a number above 0, got 0"),
         (lambda: cut(0, ways=1), "ways: wanted at least 2, got 1"),
         (lambda: completion(0, rank=0), "rank: wanted at least 1, got 0"),
+        (lambda: with_fields(completion(0), rank=2.5), "rank: wanted a whole number, got 2.5"),
+        (lambda: with_fields(completion(0), shape=(30.0, 20)), "shape: wanted a whole number, got 30.0"),
+        (lambda: with_fields(completion(0), shape=(30, -1)), "shape: wanted at least 0, got -1"),
+        (lambda: with_fields(completion(0), shape=(30,)), "shape: wanted two sizes"),
+        (lambda: with_fields(linear(0).rows, columns=40.0), "columns: wanted a whole number, got 40.0"),
+        (lambda: with_fields(linear(0).rows, columns=-1), "columns: wanted at least 0, got -1"),
+        (lambda: with_fields(cut(0), ways=3.0), "ways: wanted a whole number, got 3.0"),
+        (lambda: with_fields(cut(0), nodes=-1, terminals={}), "nodes: wanted at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         make()
+
+
+def test_entries_after_the_last_row_change_nothing() -> None:
+    rows = CSR(np.array([0, 1, 2]), np.array([0, 1, 1, 1]), np.array([1.0, 2.0, 50.0, 70.0]), 2)
+    exact = CSR(rows.indptr, rows.indices[:2].copy(), rows.values[:2].copy(), 2)
+    more, same = (
+        trained(LinearProblem(each, np.array([1.0, -1.0]), "squared", intercept=True), "serial")
+        for each in (rows, exact)
+    )
+    assert bits(more.parameters) == bits(same.parameters)
 
 
 def test_nothing_is_copied() -> None:

@@ -271,6 +271,31 @@ def test_the_command_trains_and_shows_what_it_measured(
     assert (result["epochs"], result["resumed_at"], result["policy"]) == (4, 400, "hogwild(threads=2)")
 
 
+@pytest.mark.parametrize(
+    "saved",
+    [{}, {"options": {}, "speed": 3}, {"options": 5}, {"options": {"problem": "svn"}}, {"options": {"colour": 1}}]
+    + [{"options": {}, name: [1]} for name in ("policy", "epochs", "rate", "decay", "seed", "save_every")]
+    + [{"options": {"problem": []}}],
+)
+def test_a_broken_configuration_is_one_line(saved: dict[str, Any], paceline: Any) -> None:
+    Path("run").mkdir()
+    Path("run/config.json").write_text(json.dumps({"sparse": saved}))
+    ended = paceline("train", "--resume", "run")
+    assert ended.code == 2 and re.fullmatch(r"paceline: .*run/config.json.*\n", ended.err), ended.err
+
+
+def test_parameters_that_do_not_fit_in_memory_are_told(
+    data: dict[str, str], paceline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("paceline.training.sparse.Engine", no_memory)
+    ended = paceline("train", "svm", "--data", data["svm"])
+    assert ended.code == 2
+    assert re.fullmatch(r"paceline: svm: no memory .* 200 rows, 12 columns, .* largest index is 11\n", ended.err)
+
+
 def test_ctrl_c_leaves_a_checkpoint(data: dict[str, str], paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Engine.run
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
-from paceline.hogwild.arrays import CSR, INDICES, REALS, check_alike, check_array, compiled
+from paceline.hogwild.arrays import CSR, INDICES, REALS, check_alike, check_array, check_size, compiled
 
 __all__ = ["CSR", "GraphCut", "LinearProblem", "MatrixCompletion", "Problem", "Storage"]
 
@@ -165,10 +165,11 @@ class MatrixCompletion(Problem):
         check_array("column", self.column, INDICES, len(self.values))
         check_alike("row", self.row, "column", self.column)
         _check_regulariser(self.regulariser)
-        if self.rank < 1:
-            raise UsageError(f"rank: wanted at least 1, got {self.rank}")
-        if min(self.shape) < 0:
-            raise UsageError(f"shape: wanted two sizes of at least 0, got {self.shape}")
+        check_size("rank", self.rank, 1)
+        if len(self.shape) != 2:
+            raise UsageError(f"shape: wanted two sizes, got {self.shape}")
+        for size in self.shape:
+            check_size("shape", size, 0)
 
     @property
     def items(self) -> int:
@@ -228,8 +229,8 @@ class GraphCut(Problem):
         check_array("tail", self.tail, INDICES, len(self.weights))
         check_array("head", self.head, INDICES, len(self.weights))
         check_alike("tail", self.tail, "head", self.head)
-        if self.ways < 2:
-            raise UsageError(f"ways: wanted at least 2, got {self.ways}")
+        check_size("nodes", self.nodes, 0)
+        check_size("ways", self.ways, 2)
         for node, label in self.terminals.items():
             if not (0 <= node < self.nodes and 0 <= label < self.ways):
                 raise UsageError(

@@ -25,6 +25,7 @@ _SLICE_SECONDS = 0.25  # between looks at the clock, at requests to stop and at 
 _SAVE_SECONDS = 5.0  # between checkpoints, if the user does not say how many updates
 _SEARCH = 200_000_000  # steps in search of rho, which takes a fraction of a second
 _FIRST_SLICE = 20_000  # updates, before the speed is known
+_NUMBERED = {"svm": ("columns",), "matrix-completion": ("rows", "columns"), "graph-cut": ("nodes",)}  # by the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,10 @@ class SparseConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Make a configuration from the result of ``asdict`` after a round trip through JSON."""
-        return cls(**{**values, "options": TaskOptions(**values["options"])})
+        try:
+            return cls(**{**values, "options": TaskOptions(**values["options"])})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise UsageError(f"the stored options are damaged, or of another version: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +119,24 @@ def train_sparse(
 ) -> SparseResult:
     """Train a sparse problem to the end of its epochs.
 
-    When ``stop`` returns true, the run ends within a second or so with a ``KeyboardInterrupt``. Before that it is saved,
-    but for ``average`` inside an epoch: its copies are not averaged yet, and the last checkpoint stays as it is.
+    When ``stop`` returns true, the run ends within a second or so with a ``KeyboardInterrupt``. Before that it is
+    saved, but for ``average`` inside an epoch: its bits would be others, and the last checkpoint stays as it is.
     """
     task = task or load_task(config.options)
     if config.run is None:
         return _SparseTraining(config, task, watch, stop, None).run()
     with contextlib.closing(Run(config.run, resume=config.resume)) as run:
         return _SparseTraining(config, task, watch, stop, run).run()
+
+
+def _too_large(task: Task) -> str:
+    sizes = describe(task.problem)
+    largest = max(sizes[name] for name in _NUMBERED[task.name]) - 1
+    shown = ", ".join(f"{size} {name}" for name, size in sizes.items())
+    return (
+        f"{task.name}: no memory for the parameters of {shown}; the numbers in the file are taken as they are, "
+        f"and the largest index is {largest}"
+    )
 
 
 class _SparseTraining:
@@ -139,7 +153,10 @@ class _SparseTraining:
         self.config, self.task, self.watch, self.stop, self.directory = config, task, watch, stop, run
         rate, decay = config.rate or task.rate, config.decay or task.decay
         self.epochs = config.epochs or task.epochs
-        self.engine = Engine(task.problem, config.policy, seed=config.seed, rate=rate, decay=decay)
+        try:
+            self.engine = Engine(task.problem, config.policy, seed=config.seed, rate=rate, decay=decay)
+        except MemoryError as error:
+            raise UsageError(_too_large(task)) from error
         self.epoch, self.whole = Tally(), Tally()  # of this epoch, and of this process
         self.measured: dict[str, float] = {}
         self.saved_at: int | None = None  # updates

@@ -251,7 +251,8 @@ class Linear {
       check_row(row);
     }
     group(*counted);
-    if (data_.entries > 0) counted->mean_square = squares / static_cast<double>(data_.entries);
+    const int64_t used = start(data_.rows);  // there may be more entries than the rows have
+    if (used > 0) counted->mean_square = squares / static_cast<double>(used);
     counted_ = std::move(counted);
   }
 
