@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,10 @@ THREADED = [scheme.name for scheme in SCHEMES if scheme.name != "serial"]
 several = st.integers(1, 8)
 
 
+def with_fields(value: Any, **fields: Any) -> Any:
+    return replace(value, **fields)
+
+
 def trained(problem: Problem, policy: str | SparsePolicy, epochs: int = 2, **options: Any) -> Engine:
     engine = Engine(problem, policy, **{"seed": 5, "rate": 0.1, **options})
     for _ in range(epochs):
@@ -54,6 +59,13 @@ def test_one_thread_has_the_bits_of_serial(problem: Problem, scheme: str) -> Non
         np.testing.assert_allclose(alone["x"], serial["x"], atol=1e-6)
     else:
         assert bits(alone) == bits(serial)
+
+
+def test_an_average_of_one_copy_keeps_the_signs_of_zeros() -> None:
+    """Factors begin as random numbers in proportion to the values, so here they are zeros of both signs."""
+    entries = np.zeros(3, np.int32)
+    problem = MatrixCompletion(entries, entries, np.zeros(3, np.float32), shape=(30, 20), rank=1, regulariser=0.1)
+    assert bits(trained(problem, "average(threads=1)").parameters) == bits(trained(problem, "serial").parameters)
 
 
 @given(problems(), st.sampled_from(THREADED), several)
@@ -84,6 +96,34 @@ def test_average_is_the_same_each_time(seed: int, threads: int) -> None:
     problem = linear(seed, rows=3000)
     one, other = (trained(problem, f"average(threads={threads})") for _ in range(2))
     assert bits(one.parameters) == bits(other.parameters)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 10, 250, 2048, 2049, 2500])
+def test_only_copies_that_made_updates_are_averaged(rows: int, threads: int) -> None:
+    data = CSR(np.arange(rows + 1), np.arange(rows, dtype=np.int32), np.ones(rows), rows)
+    engine = Engine(LinearProblem(data, np.ones(rows)), f"average(threads={threads})", seed=0, rate=1.0)
+    assert engine.run().updates == rows
+    copies = 1 / engine.parameters["coef"]  # each row has a column of its own, so one copy has 1 there
+    assert (copies == copies[0]).all() and min(rows, threads) / 2 < copies[0] <= min(rows, threads)
+
+
+def test_all_copies_learn_from_few_rows() -> None:
+    data = CSR(np.arange(251), np.zeros(250, np.int32), np.ones(250), 1)
+    engine = Engine(LinearProblem(data, np.ones(250), "squared"), "average(threads=8)", seed=0, rate=0.1)
+    engine.run()
+    assert engine.parameters["coef"][0] == pytest.approx(1 - 0.9**31, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", ["serial", "hogwild(threads=2)", "average(threads=2)"])
+def test_stop_ends_a_run_early(policy: str) -> None:
+    data = CSR(np.arange(10_001), np.zeros(10_000, np.int32), np.ones(10_000), 1)
+    problem = LinearProblem(data, np.ones(10_000))
+    engine = Engine(problem, policy, seed=0, rate=1e-3, delay=1e-3)
+    report = engine.run(stop=lambda: True)
+    assert 0 < report.updates < 10_000 and engine.position == (0, report.updates)
+    with pytest.raises(ZeroDivisionError):
+        engine.run(stop=lambda: bool(1 // 0))
 
 
 @every_scheme
@@ -358,11 +398,29 @@ def test_wrong_data_is_refused_with_its_place(name: str, place: int, value: floa
         (lambda: Engine(linear(0), "serial", seed=0, rate=0), "rate: wanted a number above 0, got 0"),
         (lambda: cut(0, ways=1), "ways: wanted at least 2, got 1"),
         (lambda: completion(0, rank=0), "rank: wanted at least 1, got 0"),
+        (lambda: with_fields(completion(0), rank=2.5), "rank: wanted a whole number, got 2.5"),
+        (lambda: with_fields(completion(0), shape=(30.0, 20)), "shape: wanted a whole number, got 30.0"),
+        (lambda: with_fields(completion(0), shape=(30, -1)), "shape: wanted at least 0, got -1"),
+        (lambda: with_fields(completion(0), shape=(30,)), "shape: wanted two sizes"),
+        (lambda: with_fields(linear(0).rows, columns=40.0), "columns: wanted a whole number, got 40.0"),
+        (lambda: with_fields(linear(0).rows, columns=-1), "columns: wanted at least 0, got -1"),
+        (lambda: with_fields(cut(0), ways=3.0), "ways: wanted a whole number, got 3.0"),
+        (lambda: with_fields(cut(0), nodes=-1, terminals={}), "nodes: wanted at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         make()
+
+
+def test_entries_after_the_last_row_change_nothing() -> None:
+    rows = CSR(np.array([0, 1, 2]), np.array([0, 1, 1, 1]), np.array([1.0, 2.0, 50.0, 70.0]), 2)
+    exact = CSR(rows.indptr, rows.indices[:2].copy(), rows.values[:2].copy(), 2)
+    more, same = (
+        trained(LinearProblem(each, np.array([1.0, -1.0]), "squared", intercept=True), "serial")
+        for each in (rows, exact)
+    )
+    assert bits(more.parameters) == bits(same.parameters)
 
 
 def test_nothing_is_copied() -> None:

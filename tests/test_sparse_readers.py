@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.hogwild.readers import read_dimacs, read_libsvm, read_ratings
+from paceline.hogwild.readers.compiled import parsers
 
 pytest.importorskip("paceline.native._readers", exc_type=ImportError)
 
@@ -168,6 +171,8 @@ RATINGS_MISTAKES = {
     "a name": ("1 2 3\nbob 2 3\n", 2, 1, "a number of a user or item"),
     "an item too large": ("1 9999999999 3\n", 1, 3, "the number of an item"),
     "a rating that is no number": ("1,2,x\n", 1, 5, "a number as the rating"),
+    "a name below a line of names": ("user,item,rating\n1,2,3\n1,bob,3\n", 3, 3, "the number of an item"),
+    "fields under a line of names": ('"user", "item", "rating"\n\n1,2\n', 3, 4, "a blank, a comma or :: between"),
     "a heading below": ("1 2 3\n7:\n", 2, 2, "a blank, a comma or :: between the fields"),
 }
 
@@ -253,13 +258,88 @@ def test_a_cache_is_used_until_the_text_changes(tmp_path: Path) -> None:
     assert [entry.name for entry in cache.iterdir()] == ["text.paceline"]
 
 
-@pytest.mark.parametrize("damage", ["values.npy", "about.json"])
+def test_readers_that_make_a_cache_at_once_all_succeed(tmp_path: Path) -> None:
+    file = written(tmp_path, "1 2:3\n" * 100)
+    with ThreadPoolExecutor(4) as pool:
+        for repetition in range(10):
+            for each in pool.map(lambda _: read_libsvm(file, cache=tmp_path), range(4)):
+                assert len(each.values) == 100
+            os.utime(file, ns=(repetition, repetition))  # the cache that is there is old
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["text", "text.paceline"]
+
+
+def test_the_cache_of_who_was_first_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, about = written(tmp_path, "1 2:3\n"), tmp_path / "text.paceline" / "about.json"
+    parse, made = parsers().libsvm, []
+
+    def while_another_reads(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        read_libsvm(file, cache=tmp_path)
+        made.append(about.stat().st_ino)
+        return parse(*arguments)
+
+    monkeypatch.setattr(parsers(), "libsvm", while_another_reads)
+    assert read_libsvm(file, cache=tmp_path).values.tolist() == [3]
+    assert [about.stat().st_ino] == made
+
+
+def without_key(key: str) -> Callable[[bytes], bytes]:
+    def changed(about: bytes) -> bytes:
+        content = json.loads(about)
+        content.get("facts", {}).pop(key, None)
+        content.pop(key, None)
+        return json.dumps(content).encode()
+
+    return changed
+
+
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "a short array": ("values.npy", lambda content: content[:-10]),
+    "a short header": ("values.npy", lambda content: content[:40]),
+    "an empty array": ("values.npy", lambda content: b""),
+    "an array of another type": ("values.npy", lambda content: content.replace(b"<f4", b"<i4")),
+    "a header that is none": ("indptr.npy", lambda content: content.replace(b"{", b"(")),
+    "a short description": ("about.json", lambda content: content[:-10]),
+    "an empty description": ("about.json", lambda content: b""),
+    "a description that is a list": ("about.json", lambda content: b"[1]"),
+    "no facts": ("about.json", without_key("facts")),
+    "a fact too few": ("about.json", without_key("largest")),
+    "a fact that is none": ("about.json", lambda content: content.replace(b'"largest": 2', b'"largest": null')),
+    "an array too few": ("about.json", lambda content: content.replace(b'"values"', b'"targets"')),
+    "an array that is none": ("about.json", lambda content: content.replace(b'"values"', b'"words"')),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_cache_is_made_again(damage: str, tmp_path: Path) -> None:
     file = written(tmp_path, "1 2:3\n" * 100)
     read_libsvm(file, cache=tmp_path)
-    damaged = tmp_path / "text.paceline" / damage
-    damaged.write_bytes(damaged.read_bytes()[:-10])
-    assert len(read_libsvm(file, cache=tmp_path).values) == 100
+    name, change = DAMAGES[damage]
+    damaged = tmp_path / "text.paceline" / name
+    before = damaged.read_bytes()
+    damaged.write_bytes(change(before))
+    assert damaged.read_bytes() != before
+    read = read_libsvm(file, cache=tmp_path)
+    assert (read.values.tolist(), read.columns, read.notes) == ([3.0] * 100, 3, ())
+    assert damaged.read_bytes() == before
+
+
+def test_texts_of_one_name_do_not_share_a_cache(tmp_path: Path) -> None:
+    for value in (3, 4):
+        (tmp_path / str(value)).mkdir()
+        file = written(tmp_path / str(value), f"1 2:{value}\n")
+        os.utime(file, ns=(1, 1))
+        assert read_libsvm(file, cache=tmp_path).values.tolist() == [value]
+
+
+def test_a_cache_beside_its_text_moves_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.hogwild.readers.cache.CACHED_FROM", 1)
+    (tmp_path / "here").mkdir()
+    read_libsvm(written(tmp_path / "here", "1 2:3\n"))
+    (tmp_path / "here").rename(tmp_path / "there")
+    made = (tmp_path / "there" / "text.paceline" / "about.json").stat().st_mtime_ns
+    read_libsvm(tmp_path / "there" / "text")
+    assert (tmp_path / "there" / "text.paceline" / "about.json").stat().st_mtime_ns == made
 
 
 def test_a_mistake_leaves_no_cache(tmp_path: Path) -> None:

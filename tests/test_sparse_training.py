@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 
 from paceline.errors import CheckpointError, NonFiniteLossError, UsageError
 from paceline.hogwild.engine import Engine, Report
-from paceline.hogwild.problems import LinearProblem, MatrixCompletion, Problem
+from paceline.hogwild.fingerprint import fingerprint
+from paceline.hogwild.problems import GraphCut, LinearProblem, MatrixCompletion, Problem
 from paceline.hogwild.tasks import TaskOptions, load_task
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 from paceline.record.metrics import read_metrics
@@ -97,6 +99,22 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert metrics_of(parts) == metrics_of(whole)
 
 
+def test_average_stops_inside_an_epoch_and_goes_on_from_its_beginning(
+    data: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"data": data["svm"], "policy": "average(threads=2)"}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_sparse(config(whole, epochs=3, **options))
+    train_sparse(config(parts, epochs=1, **options))
+    before = parameters_of(parts)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("paceline.training.sparse.Engine", partial(Engine, delay=0.01))  # an epoch takes a second
+        train_sparse(config(parts, epochs=3, resume=True, **options), stop=lambda: True)
+    assert parameters_of(parts) == before
+    assert train_sparse(config(parts, epochs=3, resume=True, **options)).resumed_at == 200
+    assert parameters_of(parts) == parameters_of(whole)
+
+
 def test_a_finished_run_is_finished(data: dict[str, str], tmp_path: Path) -> None:
     first = train_sparse(config(tmp_path / "run", data["svm"], epochs=2))
     again = train_sparse(config(tmp_path / "run", data["svm"], epochs=2, resume=True))
@@ -114,6 +132,35 @@ def test_a_checkpoint_of_other_data_is_refused(data: dict[str, str], tmp_path: P
         train_sparse(config(tmp_path / "run", str(tmp_path / "other"), epochs=2, resume=True))
     with pytest.raises(CheckpointError, match=r"belongs to something else.*svm"):
         train_sparse(config(tmp_path / "run", data["graph-cut"], "graph-cut", epochs=2, resume=True))
+
+
+CHANGED = {"svm": ("6:3", "6:4"), "matrix-completion": ("\t2\n", "\t3\n"), "graph-cut": ("a 2 3 1", "a 2 3 2")}
+
+
+@pytest.mark.parametrize("problem", TEXTS)
+def test_a_checkpoint_of_data_of_the_same_size_is_refused(problem: str, data: dict[str, str], tmp_path: Path) -> None:
+    train_sparse(config(tmp_path / "run", data[problem], problem, epochs=1))
+    changed = Path(data[problem])
+    changed.write_text(TEXTS[problem].replace(*CHANGED[problem], 1))
+    with pytest.raises(CheckpointError, match=r"belongs to something else: it was trained on other data; resume with"):
+        train_sparse(config(tmp_path / "run", data[problem], problem, epochs=2, resume=True))
+    changed.rename(tmp_path / "moved").write_text(TEXTS[problem])
+    assert train_sparse(config(tmp_path / "run", str(tmp_path / "moved"), problem, epochs=2, resume=True)).epochs == 2
+
+
+@pytest.mark.parametrize("length", [10, 1 << 20, (1 << 20) + 1, 5_000_000])
+def test_a_fingerprint_has_the_ends_of_long_arrays(length: int) -> None:
+    def of(weights: Any) -> str:
+        nodes = np.zeros(length, np.int32)
+        return fingerprint(GraphCut(nodes, nodes, weights, 1))
+
+    weights = np.ones(length, np.float32)
+    whole, shorter = of(weights), fingerprint(GraphCut(*(np.zeros(length - 1, np.int32),) * 2, weights[1:], 1))
+    assert whole == of(weights.copy()) and whole != shorter
+    for place in (0, length - 1):
+        weights[place] = 2
+        assert of(weights) != whole
+        weights[place] = 1
 
 
 def test_a_rate_that_diverges_is_told(data: dict[str, str]) -> None:
@@ -168,6 +215,27 @@ def test_a_row_without_entries_is_of_the_negative_class(tmp_path: Path) -> None:
 def test_the_smallest_cut_of_a_small_network_is_found(data: dict[str, str]) -> None:
     result = train_sparse(config(None, data["graph-cut"], "graph-cut"))
     assert result.value == 5 == pytest.approx(result.measured["objective"], rel=0.01)
+
+
+NOTHING_TO_LEARN = {
+    "a network without arcs": ("graph-cut", "p max 2 0\nn 1 s\nn 2 t\n", 0.0),
+    "a loop": ("graph-cut", "p max 3 1\nn 1 s\nn 2 t\na 3 3 5\n", 0.0),
+    "an arc between the terminals": ("graph-cut", "p max 2 1\nn 1 s\nn 2 t\na 1 2 5\n", 5.0),
+    "an arc from the sink": ("graph-cut", "p max 2 1\nn 1 s\nn 2 t\na 2 1 5\n", 0.0),
+    "rows without columns": ("svm", "1\n-1\n-1\n", None),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_TO_LEARN)
+def test_a_problem_without_parameters_has_an_answer(case: str, tmp_path: Path) -> None:
+    problem, text, value = NOTHING_TO_LEARN[case]
+    (tmp_path / "data").write_text(text)
+    for policy in ("serial", "hogwild", "cyclades(threads=2)", "average(threads=2)"):
+        options: dict[str, Any] = {"policy": policy, "run": tmp_path / policy, "data": str(tmp_path / "data")}
+        first = train_sparse(config(problem=problem, epochs=2, **options))
+        longer = train_sparse(config(problem=problem, epochs=3, resume=True, **options))
+        assert (first.epochs, longer.epochs, longer.value) == (2, 3, first.value)
+        assert value is None or first.value == first.measured["objective"] == value
 
 
 MISTAKES = {
@@ -314,13 +382,38 @@ def test_a_run_that_is_not_there_is_named_before_options(paceline: Any) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "saved",
+    [{}, {"options": {}, "speed": 3}, {"options": 5}, {"options": {"problem": "svn"}}, {"options": {"colour": 1}}]
+    + [{"options": {}, name: [1]} for name in ("policy", "epochs", "rate", "decay", "seed", "save_every")]
+    + [{"options": {"problem": []}}],
+)
+def test_a_broken_configuration_is_one_line(saved: dict[str, Any], paceline: Any) -> None:
+    Path("run").mkdir()
+    Path("run/config.json").write_text(json.dumps({"sparse": saved}))
+    ended = paceline("train", "--resume", "run")
+    assert ended.code == 2 and re.fullmatch(r"paceline: .*run/config.json.*\n", ended.err), ended.err
+
+
+def test_parameters_that_do_not_fit_in_memory_are_told(
+    data: dict[str, str], paceline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("paceline.training.sparse.Engine", no_memory)
+    ended = paceline("train", "svm", "--data", data["svm"])
+    assert ended.code == 2
+    assert re.fullmatch(r"paceline: svm: no memory .* 200 rows, 12 columns, .* largest index is 11\n", ended.err)
+
+
 def test_ctrl_c_leaves_a_checkpoint(data: dict[str, str], paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Engine.run
 
-    def interrupted(engine: Engine, updates: int | None = None) -> Report:
+    def interrupted(engine: Engine, updates: int | None = None, **options: Any) -> Report:
         if engine.position[0] == 2:
             signal.raise_signal(signal.SIGINT)
-        return run(engine, updates)
+        return run(engine, updates, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "run", interrupted)

@@ -44,11 +44,20 @@ def refuse_sparse_options(given: Mapping[str, Any], problem: str) -> None:
 
 def saved_sparse(run: str) -> dict[str, Any] | None:
     """The configuration of a run of a sparse problem; None if the directory holds no such run."""
+    from paceline.training.sparse import SparseConfig
+
+    file = Path(run) / "config.json"
     try:
-        config = json.loads((Path(run) / "config.json").read_text())
-        return dict(config["sparse"])
+        saved = dict(json.loads(file.read_text())["sparse"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    try:
+        problem = SparseConfig.from_dict(saved).options.problem
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from error
+    if problem not in NAMES:
+        raise UsageError(f"{file}: wanted one of the problems {', '.join(NAMES)}, found {problem!r}")
+    return saved
 
 
 def check_resumed_problem(run: str, problem: str | None) -> None:

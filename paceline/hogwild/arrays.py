@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,14 @@ def check_array(name: str, array: Any, types: tuple[type[np.generic], ...], leng
         raise UsageError(f"{name}: wanted contiguous memory; pass numpy.ascontiguousarray({name})")
 
 
+def check_size(name: str, value: object, least: int) -> None:
+    """Raise unless a size is a whole number of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise UsageError(f"{name}: wanted a whole number, got {value!r}")
+    if value < least:
+        raise UsageError(f"{name}: wanted at least {least}, got {value}")
+
+
 def check_alike(one_name: str, one: NDArray[Any], name: str, array: NDArray[Any]) -> None:
     """Raise unless two arrays have the same type."""
     if one.dtype != array.dtype:
@@ -63,8 +72,7 @@ class CSR:
         check_array("indptr", self.indptr, INDICES)
         if len(self.indptr) < 1:
             raise UsageError("indptr: wanted one number more than there are rows, got none")
-        if self.columns < 0:
-            raise UsageError(f"columns: wanted at least 0, got {self.columns}")
+        check_size("columns", self.columns, 0)
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> CSR:

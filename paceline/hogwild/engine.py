@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -151,10 +151,11 @@ class Engine:
             self._threads = fastest_threads(self.problem.items, self._trial)
         return self._threads
 
-    def run(self, updates: int | None = None) -> Report:
+    def run(self, updates: int | None = None, *, stop: Callable[[], bool] | None = None) -> Report:
         """Make the rest of the present epoch's updates, or so many of them.
 
-        If a signal's handler raises, the engine stops within a second, and ``position`` tells what was done.
+        If a signal's handler raises, or ``stop`` returns true, the engine stops within a second, and ``position`` tells
+        what was done. ``average`` averages its copies whenever a run ends: other parts of an epoch give other bits.
         """
         epoch, made = self._position
         end = self.problem.items if updates is None else min(self.problem.items, made + updates)
@@ -164,7 +165,7 @@ class Engine:
         outcome = np.zeros(8)
         start = time.perf_counter()
         try:
-            self._call(self._storage, self._orders.take(epoch), made, end, threads, outcome)
+            self._call(self._storage, self._orders.take(epoch), made, end, threads, outcome, stop)
         finally:
             made += int(outcome[0])
             self._position = (epoch, made) if made < self.problem.items else (epoch + 1, 0)
@@ -178,6 +179,7 @@ class Engine:
         end: int,
         threads: int,
         outcome: NDArray[np.float64],
+        stop: Callable[[], bool] | None = None,
     ) -> None:
         self._native.run(
             storage.addresses,
@@ -192,6 +194,7 @@ class Engine:
             start,
             end,
             outcome.ctypes.data,
+            stop,
         )
 
     def _trial(self, threads: int, updates: int) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
-from paceline.hogwild.arrays import CSR, INDICES, REALS, check_alike, check_array, compiled
+from paceline.hogwild.arrays import CSR, INDICES, REALS, check_alike, check_array, check_size, compiled
 
 __all__ = ["CSR", "SCIKIT_LOSSES", "GraphCut", "LinearProblem", "MatrixCompletion", "Problem", "Storage"]
 
@@ -168,10 +168,11 @@ class MatrixCompletion(Problem):
         check_array("column", self.column, INDICES, len(self.values))
         check_alike("row", self.row, "column", self.column)
         _check_regulariser(self.regulariser)
-        if self.rank < 1:
-            raise UsageError(f"rank: wanted at least 1, got {self.rank}")
-        if min(self.shape) < 0:
-            raise UsageError(f"shape: wanted two sizes of at least 0, got {self.shape}")
+        check_size("rank", self.rank, 1)
+        if len(self.shape) != 2:
+            raise UsageError(f"shape: wanted two sizes, got {self.shape}")
+        for size in self.shape:
+            check_size("shape", size, 0)
 
     @property
     def items(self) -> int:
@@ -231,8 +232,8 @@ class GraphCut(Problem):
         check_array("tail", self.tail, INDICES, len(self.weights))
         check_array("head", self.head, INDICES, len(self.weights))
         check_alike("tail", self.tail, "head", self.head)
-        if self.ways < 2:
-            raise UsageError(f"ways: wanted at least 2, got {self.ways}")
+        check_size("nodes", self.nodes, 0)
+        check_size("ways", self.ways, 2)
         for node, label in self.terminals.items():
             if not (0 <= node < self.nodes and 0 <= label < self.ways):
                 raise UsageError(
@@ -257,7 +258,8 @@ class GraphCut(Problem):
             np.bincount(place, np.where(way, capacities, 0), len(pairs)) for way in (tail < head, tail > head)
         )
         slope, bend = (forward - backward) / 2, (forward + backward) / 2
-        cost: Array = np.bincount(low, slope, nodes) - np.bincount(high, slope, nodes)
+        cost = np.zeros(nodes)  # of floats, also without arcs, of which numpy counts integers
+        cost += np.bincount(low, slope, nodes) - np.bincount(high, slope, nodes)
         at_end = np.isin(low, (source, sink)) | np.isin(high, (source, sink))
         for end, sign in ((source, -1.0), (sink, 1.0)):
             for one, other in ((low, high), (high, low)):

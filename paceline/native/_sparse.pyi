@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 MAX_THREADS: int
@@ -20,6 +20,7 @@ class Problem:
         start: int,
         end: int,
         outcome: int,
+        stop: Callable[[], bool] | None,
         /,
     ) -> None: ...
     def judge(self, parameters: Sequence[int], threads: int, /) -> tuple[float, float]: ...

@@ -121,7 +121,7 @@ class CheckpointFolder:
 
 def _for_storage(tensor: Tensor) -> Tensor:
     """A copy with its own memory: safetensors refuses tensors that share memory, such as tied weights."""
-    return tensor.detach().cpu().contiguous().clone()
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:

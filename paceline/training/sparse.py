@@ -7,11 +7,13 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from paceline.errors import CheckpointError, NonFiniteLossError, UsageError, check_whole
 from paceline.hogwild.engine import Engine, Report, sparse_policy
+from paceline.hogwild.fingerprint import fingerprint
 from paceline.hogwild.sparsity import sparsity
 from paceline.hogwild.tasks import Task, TaskOptions, describe, load_task
 from paceline.policies import Average
@@ -23,6 +25,7 @@ _SLICE_SECONDS = 0.25  # between looks at the clock, at requests to stop and at 
 _SAVE_SECONDS = 5.0  # between checkpoints, if the user does not say how many updates
 _SEARCH = 200_000_000  # steps in search of rho, which takes a fraction of a second
 _FIRST_SLICE = 20_000  # updates, before the speed is known
+_NUMBERED = {"svm": ("columns",), "matrix-completion": ("rows", "columns"), "graph-cut": ("nodes",)}  # by the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,10 @@ class SparseConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Make a configuration from the result of ``asdict`` after a round trip through JSON."""
-        return cls(**{**values, "options": TaskOptions(**values["options"])})
+        try:
+            return cls(**{**values, "options": TaskOptions(**values["options"])})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise UsageError(f"the stored options are damaged, or of another version: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +120,24 @@ def train_sparse(
 ) -> SparseResult:
     """Train a sparse problem to the end of its epochs.
 
-    When ``stop`` returns true, the run is saved within a second and ends with a ``KeyboardInterrupt``.
+    When ``stop`` returns true, the run ends within a second or so with a ``KeyboardInterrupt``. Before that it is
+    saved, but for ``average`` inside an epoch: its bits would be others, and the last checkpoint stays as it is.
     """
     task = task or load_task(config.options)
     if config.run is None:
         return _SparseTraining(config, task, watch, stop, None).run()
     with contextlib.closing(Run(config.run, resume=config.resume)) as run:
         return _SparseTraining(config, task, watch, stop, run).run()
+
+
+def _too_large(task: Task) -> str:
+    sizes = describe(task.problem)
+    largest = max(sizes[name] for name in _NUMBERED[task.name]) - 1
+    shown = ", ".join(f"{size} {name}" for name, size in sizes.items())
+    return (
+        f"{task.name}: no memory for the parameters of {shown}; the numbers in the file are taken as they are, "
+        f"and the largest index is {largest}"
+    )
 
 
 class _SparseTraining:
@@ -137,7 +154,10 @@ class _SparseTraining:
         self.config, self.task, self.watch, self.stop, self.directory = config, task, watch, stop, run
         rate, decay = config.rate or task.rate, config.decay or task.decay
         self.epochs = config.epochs or task.epochs
-        self.engine = Engine(task.problem, config.policy, seed=config.seed, rate=rate, decay=decay)
+        try:
+            self.engine = Engine(task.problem, config.policy, seed=config.seed, rate=rate, decay=decay)
+        except MemoryError as error:
+            raise UsageError(_too_large(task)) from error
         self.epoch, self.whole = Tally(), Tally()  # of this epoch, and of this process
         self.measured: dict[str, float] = {}
         self.ended = False  # whether the metrics have a line of the end
@@ -173,14 +193,15 @@ class _SparseTraining:
         epoch = self.engine.position[0]
         while self.engine.position[0] == epoch:
             self.ended = False
-            report = self.engine.run(self._slice())
+            report = self.engine.run(self._slice(), stop=self.stop)
             self.epoch.add(report)
             self.whole.add(report)
             if self.engine.position[0] != epoch:
                 self._end_epoch()
             self._watch()
             if self.stop():
-                self._save()
+                if self.engine.position[1] == 0 or not self._averages():
+                    self._save()
                 raise KeyboardInterrupt
             if self.config.save_every is not None and self._updates() - (self.saved_at or 0) >= self.config.save_every:
                 self._save()
@@ -208,12 +229,16 @@ class _SparseTraining:
 
     def _slice(self) -> int | None:
         """How many updates to make before the next look around; None: the rest of the epoch."""
-        if isinstance(self.engine.policy, Average):  # the copies are averaged whenever a run ends
+        if self._averages():
             return None
         fast = int(self.whole.per_second * _SLICE_SECONDS) or _FIRST_SLICE
         if self.config.save_every is None:
             return fast
         return min(fast, (self.saved_at or 0) + self.config.save_every - self._updates())
+
+    def _averages(self) -> bool:
+        """Whether threads have copies, which are averaged whenever a run of the engine ends: that is an epoch's end."""
+        return isinstance(self.engine.policy, Average)
 
     def _updates(self) -> int:
         epoch, made = self.engine.position
@@ -242,6 +267,10 @@ class _SparseTraining:
         if self.directory is not None and self.directory.metrics is not None:
             self.directory.metrics.write(event, **values)
 
+    @cached_property
+    def _data(self) -> str:
+        return fingerprint(self.task.problem)
+
     # Checkpoints ------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
@@ -253,6 +282,7 @@ class _SparseTraining:
         state = {
             "sparse": {
                 "problem": self.task.name,
+                "data": self._data,
                 "position": [epoch, made],
                 "tally": asdict(self.epoch),
                 "ended": self.ended,
@@ -260,7 +290,7 @@ class _SparseTraining:
             },
             "parameters": dict(self.engine.parameters),
         }
-        self.directory.checkpoints.write(epoch * 1000 + made * 1000 // self.task.problem.items, state)
+        self.directory.checkpoints.write(epoch * 1000 + made * 1000 // max(1, self.task.problem.items), state)
         self.saved_at, self.saved_time = self._updates(), time.monotonic()
 
     def _load(self) -> int:
@@ -285,6 +315,8 @@ class _SparseTraining:
             saved = state["sparse"]
             if saved["problem"] != self.task.name:
                 raise UsageError(f"it is of the problem {saved['problem']}")
+            if saved["data"] != self._data:
+                raise UsageError("it was trained on other data")
             self.engine.parameters = state["parameters"]
             self.engine.position = tuple(saved["position"])
             self.epoch = Tally(**saved["tally"])

@@ -1,15 +1,19 @@
 """Keeps what a reader yields: in memory, or in a directory of ``.npy`` files that are mapped and never loaded whole.
 
-A cache is written under another name and renamed, so it is whole or not there. It is used again while the size and
-the time of the text are the same. Any program can open its files; nothing is unpickled.
+A cache is written under another name and renamed, so it is whole or not there. Several processes may read a text at
+once: the first to finish renames its cache, and the others use it. It is used again while the size and the time of the
+text are the same. Any program can open its files; nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+import uuid
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +26,7 @@ from paceline.errors import UsageError
 
 Array = npt.NDArray[Any]
 Facts = dict[str, int]
-FORMAT = "paceline-arrays-1"
+FORMAT = "paceline-arrays-2"
 CACHED_FROM = 64 << 20  # bytes of text from which on it is cached without being asked
 
 
@@ -48,14 +52,15 @@ class Source:
             return folder / f"{first.name}.paceline"
         return first.with_name(f"{first.name}.paceline") if self._sizes() >= CACHED_FROM else None
 
-    def stamp(self) -> dict[str, Any]:
-        """What must be equal for a cache to be used."""
+    def stamp(self, folder: Path | None) -> dict[str, Any]:
+        """What must be equal for a cache to be used; in a ``folder`` texts of one name may meet."""
+        first = self.files[0]
         times = [file.stat().st_mtime_ns for file in self.files]
         return {
             "format": FORMAT,
             "kind": self.kind,
             "files": len(self.files),
-            "first": self.files[0].name,
+            "first": first.name if folder is None else str(first.resolve()),
             "bytes": self._sizes(),
             "times": sum(times),
         }
@@ -67,18 +72,12 @@ class Source:
 def gather(source: Source, parts: Parts, folder: Path | None) -> tuple[dict[str, Array], Facts]:
     """Read all parts, or take them from the cache; ``folder`` is where the cache is, if it must be somewhere."""
     try:
-        cache, stamp = source.cache(folder), source.stamp()
+        cache, stamp = source.cache(folder), source.stamp(folder)
     except OSError as error:
         raise UsageError(f"{source.files[0]}: cannot be read: {error.strerror}") from error
     if cache is None:
         return _in_memory(parts)
-    found = _opened(cache, stamp)
-    if found is None:
-        _write(cache, stamp, parts)
-        found = _opened(cache, stamp)
-    if found is None:
-        raise UsageError(f"{cache} changed while it was read; are two programs writing the text or its cache?")
-    return found
+    return _opened(cache, stamp) or _made(cache, stamp, parts)
 
 
 def _in_memory(parts: Parts) -> tuple[dict[str, Array], Facts]:
@@ -93,17 +92,28 @@ def _opened(cache: Path, stamp: dict[str, Any]) -> tuple[dict[str, Array], Facts
     """Map the arrays of a cache; None if there is none, or one of another text, or one that is not whole."""
     try:
         about = json.loads((cache / "about.json").read_text())
-        if about["stamp"] != stamp:
+        if about != _checked(about) or about["stamp"] != stamp:
             return None
-        arrays = {name: np.load(cache / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in about["lengths"]}
-        whole = {name: len(array) for name, array in arrays.items()} == about["lengths"]
+        arrays = {name: np.load(cache / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in about["arrays"]}
+        whole = {name: _form(array.dtype, len(array)) for name, array in arrays.items()} == about["arrays"]
         return (arrays, about["facts"]) if whole else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except Exception:  # numpy has many errors for files that are damaged; any such cache is made again
         return None
 
 
-def _write(cache: Path, stamp: dict[str, Any], parts: Parts) -> None:
-    aside = cache.with_name(f".{cache.name}.{os.getpid()}.partial")
+def _checked(about: dict[str, Any]) -> dict[str, Any]:
+    """The description of a cache with the checksum of its text."""
+    content = {name: value for name, value in about.items() if name != "crc32"}
+    return {**content, "crc32": zlib.crc32(json.dumps(content, sort_keys=True).encode())}
+
+
+def _form(dtype: np.dtype[Any], length: int) -> list[Any]:
+    return [dtype.str, length]
+
+
+def _made(cache: Path, stamp: dict[str, Any], parts: Parts) -> tuple[dict[str, Array], Facts]:
+    """Write a cache and map its arrays."""
+    aside = _unique(cache)
     try:
         _remove_leftovers(cache)
         aside.mkdir(parents=True)
@@ -111,16 +121,44 @@ def _write(cache: Path, stamp: dict[str, Any], parts: Parts) -> None:
             for part in parts:
                 for name, array in part.items():
                     files.append(name, array)
-            lengths = files.finish()
-        _write_synced(aside / "about.json", {"stamp": stamp, "facts": parts.facts, "lengths": lengths})
-        shutil.rmtree(cache, ignore_errors=True)
-        aside.rename(cache)
+            arrays = files.finish()
+        _write_synced(aside / "about.json", _checked({"stamp": stamp, "facts": parts.facts, "arrays": arrays}))
+        return _published(aside, cache, stamp)
     except OSError as error:
         raise UsageError(
             f"could not write the cache {cache}: {error.strerror}; name a directory with space for it (--cache DIR)"
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _published(aside: Path, cache: Path, stamp: dict[str, Any]) -> tuple[dict[str, Array], Facts]:
+    """Rename a new cache into its place; if another process was first, use its cache, which memory then holds once."""
+    own = _opened(aside, stamp)
+    if own is None:
+        raise UsageError(f"{aside} changed while it was written; is another program writing there?")
+    while True:
+        try:
+            aside.rename(cache)
+            return own
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        if (others := _opened(cache, stamp)) is not None:
+            return others
+        _remove(cache)
+
+
+def _remove(cache: Path) -> None:
+    """Remove a cache that is old or damaged, at once: it gets another name before its files go."""
+    aside = _unique(cache)
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        cache.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _unique(cache: Path) -> Path:
+    return cache.with_name(f".{cache.name}.{uuid.uuid4().hex}.{os.getpid()}.partial")
 
 
 def _remove_leftovers(cache: Path) -> None:
@@ -163,14 +201,14 @@ class _Growing:
         self._files[name][0].write(array.data)
         self._lengths[name] += len(array)
 
-    def finish(self) -> dict[str, int]:
+    def finish(self) -> dict[str, list[Any]]:
         """Write the lengths into the files; numpy leaves room for them in their headers."""
         for name, (file, _) in self._files.items():
             file.seek(0)
             self._write_header(name)
             file.flush()
             os.fsync(file.fileno())
-        return self._lengths
+        return {name: _form(dtype, self._lengths[name]) for name, (_, dtype) in self._files.items()}
 
     def _write_header(self, name: str) -> None:
         file, dtype = self._files[name]

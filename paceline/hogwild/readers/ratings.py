@@ -93,8 +93,7 @@ def _first_line(block: bytes) -> bytes:
 
 
 def _without_names(block: bytes) -> bytes:
-    """The block with a first line of names, as in ``userId,movieId,rating``, turned into a comment."""
-    line, newline, rest = block.partition(b"\n")
-    names = line.strip().replace(b'"', b"").split(b",")
+    """The block with a first line of names, as in ``userId,movieId,rating``, turned into a comment of its length."""
+    names = block.partition(b"\n")[0].strip().replace(b'"', b"").split(b",")
     is_header = len(names) >= 3 and all(name.strip()[:1].isalpha() for name in names)
-    return b"#" + newline + rest if is_header else block
+    return b"#" + block[1:] if is_header else block

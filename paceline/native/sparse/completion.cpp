@@ -119,7 +119,7 @@ class Completion {
 
   static void mean(V* to, int64_t count, const std::vector<Copy>& copies, std::vector<V> Copy::*part) {
     for (int64_t i = 0; i < count; ++i) {
-      double sum = 0;
+      double sum = -0.0;  // so that a mean of negative zeros is one
       for (const Copy& copy : copies) sum += (copy.*part)[i];
       to[i] = static_cast<V>(sum / static_cast<double>(copies.size()));
     }

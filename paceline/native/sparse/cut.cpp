@@ -113,7 +113,7 @@ class Cut {
   void use(Copy& copy) { points_ = copy.data(); }
   void average(const std::vector<Copy>& copies) const {
     for (int64_t i = 0; i < data_.nodes * data_.ways; ++i) {
-      double sum = 0;
+      double sum = -0.0;  // so that a mean of negative zeros is one
       for (const Copy& copy : copies) sum += copy[i];
       points_[i] = static_cast<V>(sum / static_cast<double>(copies.size()));
     }

@@ -143,7 +143,7 @@ class Linear {
   void use(Copy& copy) { pairs_ = copy.data(); }
   void average(const std::vector<Copy>& copies) const {
     for (int64_t u = 0; u <= data_.columns; ++u) {
-      double sum = 0;
+      double sum = -0.0;  // so that a mean of negative zeros is one
       for (const Copy& copy : copies) sum += copy[u].weight;
       pairs_[u].weight = static_cast<V>(sum / static_cast<double>(copies.size()));
     }
@@ -252,7 +252,8 @@ class Linear {
       check_row(row);
     }
     group(*counted);
-    if (data_.entries > 0) counted->mean_square = squares / static_cast<double>(data_.entries);
+    const int64_t used = start(data_.rows);  // there may be more entries than the rows have
+    if (used > 0) counted->mean_square = squares / static_cast<double>(used);
     counted_ = std::move(counted);
   }
 

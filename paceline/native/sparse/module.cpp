@@ -26,20 +26,30 @@ T* at(unsigned long long address) { return reinterpret_cast<T*>(address); }
 
 Problem& problem_of(PyObject* self) { return *reinterpret_cast<ProblemObject*>(self)->problem; }
 
-// The lock is given away; ``handle_signals`` takes it back for a moment.
+// The lock is given away; ``must_stop`` takes it back for a moment.
 struct Unlocked {
   Unlocked() : thread(PyEval_SaveThread()) {}
   ~Unlocked() noexcept(false) { PyEval_RestoreThread(thread); }
 
-  static bool handle_signals(void* self) {
+  // Handles signals and asks ``stop``; an exception of either ends the run too.
+  static bool must_stop(void* self) {
     auto& unlocked = *static_cast<Unlocked*>(self);
     PyEval_RestoreThread(unlocked.thread);
-    const bool raised = PyErr_CheckSignals() != 0;
+    const bool stopped = PyErr_CheckSignals() != 0 || unlocked.asked_to_stop();
     unlocked.thread = PyEval_SaveThread();
-    return raised;
+    return stopped;
+  }
+
+  bool asked_to_stop() const {
+    if (stop == nullptr || stop == Py_None) return false;
+    PyObject* answer = PyObject_CallObject(stop, nullptr);
+    const bool asked = answer == nullptr || PyObject_IsTrue(answer) != 0;
+    Py_XDECREF(answer);
+    return asked;
   }
 
   PyThreadState* thread;
+  PyObject* stop = nullptr;  // borrowed
 };
 
 // Calls ``work`` without the lock; false if it failed and an exception is set.
@@ -93,14 +103,14 @@ PyObject* prepare(PyObject* self, PyObject* addresses) {
 
 // The outcome is written also if a signal handler raised: the updates were made.
 PyObject* run(PyObject* self, PyObject* arguments) {
-  PyObject* addresses;
+  PyObject *addresses, *stop;
   int scheme;
   unsigned long long order, outcome_address;
   Settings settings;
   Parameters parameters;
   long long batch, watch, epoch, start, end;
-  if (!PyArg_ParseTuple(arguments, "OiiLLdLdKLLK", &addresses, &scheme, &settings.threads, &batch, &watch, &settings.rate,
-                        &epoch, &settings.delay, &order, &start, &end, &outcome_address) ||
+  if (!PyArg_ParseTuple(arguments, "OiiLLdLdKLLKO", &addresses, &scheme, &settings.threads, &batch, &watch, &settings.rate,
+                        &epoch, &settings.delay, &order, &start, &end, &outcome_address, &stop) ||
       !read_parameters(addresses, parameters))
     return nullptr;
   settings.scheme = static_cast<Scheme>(scheme);
@@ -114,7 +124,8 @@ PyObject* run(PyObject* self, PyObject* arguments) {
   }
   Outcome outcome;
   const bool fine = run_unlocked([&](Unlocked& unlocked) {
-    settings.interrupted = Unlocked::handle_signals;
+    unlocked.stop = stop;
+    settings.interrupted = Unlocked::must_stop;
     settings.context = &unlocked;
     problem_of(self).run(parameters, settings, outcome);
   });

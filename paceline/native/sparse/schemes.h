@@ -185,9 +185,14 @@ class Schemes {
     problem_.settle();
   }
 
-  // Each thread has its own parameters; they are averaged when the run ends (Zinkevich et al., 2010).
+  // Each thread has its own parameters; they are averaged when the run ends (Zinkevich et al., 2010). The chunks are so
+  // small that all threads make as many; with fewer updates than threads, some have none, and no copy.
   void average() {
-    const int threads = settings_.threads;
+    const int64_t updates = settings_.end - settings_.start;
+    if (updates == 0) return;
+    const int64_t rounds = divided(updates, settings_.threads * chunk_);
+    const int64_t chunk = divided(updates, settings_.threads * rounds);
+    const auto threads = static_cast<int>(std::min<int64_t>(settings_.threads, divided(updates, chunk)));
     std::vector<typename P::Copy> copies;
     std::vector<P> problems(threads, problem_);
     for (int thread = 0; thread < threads; ++thread) {
@@ -203,7 +208,7 @@ class Schemes {
       Asking asking(thread == 0 ? settings_.interrupted : nullptr, settings_.context);
       Plain access;
       for (int64_t round = 0;; ++round) {
-        const int64_t start = settings_.start + (round * threads + thread) * chunk_;
+        const int64_t start = settings_.start + (round * threads + thread) * chunk;
         const bool must_stop = asking.must_stop();
         {
           const std::lock_guard guard(mutex);
@@ -212,13 +217,15 @@ class Schemes {
           if (start >= settings_.end) return;
           furthest = std::max(furthest, round);
         }
-        const int64_t end = std::min(settings_.end, start + chunk_);
+        const int64_t end = std::min(settings_.end, start + chunk);
         update_range(problems[thread], access, settings_.order, start, end, end, scratches[thread]);
       }
     });
-    outcome_.updates = std::min(settings_.end - settings_.start, (furthest + 1) * threads * chunk_);
+    outcome_.updates = std::min(updates, (furthest + 1) * threads * chunk);
     problem_.average(copies);
   }
+
+  static int64_t divided(int64_t items, int64_t parts) { return (items + parts - 1) / parts; }
 
   // As many batches as there are threads are divided at the same time, one by each; then they run, one after the other.
   void cyclades() {
@@ -243,7 +250,7 @@ class Schemes {
       while (done < settings_.end && !stop) {
         // The calling thread changes these after the last batch, while others may still be at the loop over batches.
         const int64_t group = done, size = batch;
-        const auto batches = static_cast<int>(std::min<int64_t>(threads, (settings_.end - group + size - 1) / size));
+        const auto batches = static_cast<int>(std::min<int64_t>(threads, divided(settings_.end - group, size)));
         const auto begun = Clock::now();
         const int64_t own = group + thread * size;
         if (thread < batches)
