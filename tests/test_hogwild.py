@@ -103,7 +103,6 @@ def test_in_turn_it_is_the_loop_by_hand(world: World, workers: int) -> None:
 
 
 def test_one_worker_is_plain_sgd(tmp_path: Path) -> None:
-    """Through shared memory too, with a group of one."""
     model = CASE.build()
     by_hand = copy.deepcopy(model)
     optimizer = momentum(by_hand)
