@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 import unittest.mock
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,8 +76,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is long by itself: laws with many examples, and all but one case of a test over Gloo."""
+    """Mark what is long by itself: laws with many examples, all but one case over Gloo, all but a sample of cases."""
     over_gloo: set[str] = set()
+    cases: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if not isinstance(item, pytest.Function):
             continue
@@ -87,6 +90,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if test in over_gloo:
                 item.add_marker("soak")
             over_gloo.add(test)
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("soak"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for test, items_of_test in cases.items():
+        sample = items_of_test[0].get_closest_marker("sampled")
+        assert sample is not None
+        every = min(sample.args[0], len(items_of_test))
+        first = zlib.crc32(test.encode()) % every  # not the same for all tests, so that some test has each policy
+        for number, item in enumerate(items_of_test):
+            if number % every != first:
+                item.add_marker("soak")
 
 
 class Scheduling(LoadScopeScheduling):  # type: ignore[misc]

@@ -179,7 +179,10 @@ with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), run="run"
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("policy", ["all-reduce", "async", "all-reduce, one worker asked"])
+@pytest.mark.parametrize(
+    "policy",
+    ["all-reduce", *(pytest.param(name, marks=pytest.mark.soak) for name in ("async", "all-reduce, one worker asked"))],
+)
 def test_ctrl_c_leaves_a_checkpoint(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("script.py").write_text(SCRIPT)

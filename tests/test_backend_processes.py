@@ -45,7 +45,7 @@ def kill_one(program: Program, directory: Path, seed: int) -> None:
             assert failed - killed < NOTICE_SECONDS
 
 
-@pytest.mark.parametrize("seed", quick(range(10), 0, 1))
+@pytest.mark.parametrize("seed", quick(range(10), 0))
 def test_a_killed_rank_is_named_in_time(seed: int, tmp_path: Path) -> None:
     kill_one(programs.mixed_until_failure, tmp_path / "ranks", seed)
 

@@ -101,6 +101,7 @@ def test_bench_step(run: Scripts) -> None:
     assert ways["barrier"]["over_barrier"] == ways["torch ddp on gloo"]["over_gloo"] == 1
 
 
+@pytest.mark.soak
 def test_bench_codecs(run: Scripts) -> None:
     rows = {row["way"]: row for row in run.bench("codecs")["rows"]}
     assert {parse_codec(way).name for way in rows if not way.startswith("torch ")} == set(CODECS)
@@ -111,6 +112,7 @@ def test_bench_codecs(run: Scripts) -> None:
             assert positive(row, "bytes", "ratio", "encode_gb_s", "decode_gb_s")
 
 
+@pytest.mark.soak
 def test_bench_collectives(run: Scripts) -> None:
     found = run.bench("collectives", "--ranks", "2", "--busy", "1")
     rows = found["rows"]
@@ -293,6 +295,7 @@ def test_threads_of_a_script(run: Scripts) -> None:
     assert all(positive(row, "mflop", "step_ms", "over_one", "over_idle") for row in found["rows"])
 
 
+@pytest.mark.soak
 def test_sparse_speed(run: Scripts) -> None:
     pytest.importorskip("paceline.native._sparse")
     found = run("sparse_speed.py", "--only", "threads", "delay", "completion")

@@ -153,6 +153,7 @@ def restore(model: nn.Module, before: dict[str, Tensor]) -> None:
             buffer.copy_(before[name])
 
 
+@pytest.mark.sampled(3)
 @every_model
 def test_wherever_it_is_cancelled_the_next_step_is_as_if_it_had_not_been(kind: str) -> None:
     model = MODELS[kind]()

@@ -29,6 +29,7 @@ def run(policy: str, workers: int = 8, delay: str = "1+exp(0.5)", commits: int =
 # Against theory; the whole table, to one percent, is benchmarks/oracle.py ----------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("k", [1, 4, 8])
 def test_memoryless_times_are_those_of_the_formulas(name: str, k: int) -> None:

@@ -96,6 +96,7 @@ def test_an_altered_packet_is_refused(text: str, data: st.DataObject) -> None:
                 state.decode(wrong, torch.zeros(100))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", ALL)
 @pytest.mark.parametrize("native", [True, False])
 @given(data=st.data())
@@ -168,6 +169,7 @@ def odd_values(count: int, seed: int) -> Tensor:
     return torch.where(places < len(AT_ODDS), torch.tensor(AT_ODDS)[places % len(AT_ODDS)], values)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", ALL)
 @pytest.mark.parametrize("shapes", [((0,),), ((1,),), ((33, 31), (7,)), ((250, 200), (200,), (3, 3, 5, 5), (77,))])
 def test_compiled_loops_make_the_same_bytes(

@@ -66,6 +66,7 @@ def test_the_table_of_this_suite_has_every_codec() -> None:
     assert {parse_codec(text).name for text in CODED} == CODECS.keys()
 
 
+@pytest.mark.sampled(3)
 @every_codec
 def test_workers_have_the_same_parameters_after_every_step(world: World, codec: str) -> None:
     """With short batches, and in the last step of the epoch a worker that has none."""
@@ -76,6 +77,7 @@ def test_workers_have_the_same_parameters_after_every_step(world: World, codec: 
         assert_same(found[0]["model"], each["model"])
 
 
+@pytest.mark.sampled(3)
 @every_codec
 def test_a_quadratic_is_minimised(world: World, codec: str) -> None:
     goal = torch.linspace(-1.0, 1.0, 40)
@@ -96,6 +98,7 @@ def test_a_quadratic_is_minimised(world: World, codec: str) -> None:
     assert max(world(2, work)) < 0.1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("codec", "workers"), in_turn(CODED, [2, 3]))
 def test_a_resumed_run_equals_one_that_was_never_stopped(
     world: World, codec: str, workers: int, tmp_path: Path
@@ -111,6 +114,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(
         assert_same(before["optimizer"], after["optimizer"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("codec", ["qsgd", "top-k(density=0.1)"])
 @every_policy
 def test_changes_of_parameters_are_coded_and_resumed(world: World, policy: str, codec: str, tmp_path: Path) -> None:
@@ -125,6 +129,7 @@ def test_changes_of_parameters_are_coded_and_resumed(world: World, policy: str, 
     assert_same(whole[0]["model"], whole[1]["model"])
 
 
+@pytest.mark.sampled(3)
 @every_policy
 def test_a_codec_that_sends_all_changes_nothing(world: World, policy: str) -> None:
     template = CASE.build()
@@ -136,6 +141,7 @@ def test_a_codec_that_sends_all_changes_nothing(world: World, policy: str) -> No
         torch.testing.assert_close(found[0]["model"][name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("known_total", [True, False])
 @pytest.mark.parametrize("case", ["mlp", "channels last", "tied", "dtypes", "odd", "gpt"])
 def test_a_codec_that_sends_all_gives_the_gradients_of_the_joined_batch(

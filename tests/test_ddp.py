@@ -257,6 +257,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]
     return [load_file(directory / f"{rank}.safetensors") for rank in (0, 1)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("case", against_torch.CASES)
 def test_the_same_as_pytorch(results: list[dict[str, Tensor]], case: str) -> None:

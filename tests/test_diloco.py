@@ -102,6 +102,7 @@ def by_hand(template: nn.Module, policy: DiLoCo, make_optimizer: Any) -> list[li
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
 @pytest.mark.parametrize(("policy", "reference"), AGAINST_HAND)
 def test_against_a_loop_by_hand(world: World, policy: str, reference: DiLoCo, make_optimizer: Any) -> None:

@@ -383,6 +383,7 @@ def limit(rate: float) -> float:
     return (4 - 2 * rate) / (4 - rate)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])
 def test_round_robin_is_stable_up_to_the_closed_form(workers: int, rate: float) -> None:

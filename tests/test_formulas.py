@@ -167,6 +167,7 @@ def play(policy: str, delay: Delay, workers: int, k: int, commits: int) -> tuple
     return now / commits, [at - since for at, since in staleness]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", ["exp(1)", "1+exp(1)", "2", "1+exp(1) factors(1, 3)"])
 @pytest.mark.parametrize(("policy", "k"), [("k-async", 1), ("k-async", 3), ("k-batch-async", 3), ("k-batch-async", 11)])
 def test_asynchronous_play_has_the_formulas_time_and_staleness(policy: str, k: int, text: str) -> None:

@@ -195,6 +195,7 @@ def test_what_cannot_be_recorded(world: World, tmp_path: Path, options: dict[str
 # The command ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 @pytest.mark.processes
 def test_the_command_replays_a_run(tmp_path: Path) -> None:
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -213,7 +213,8 @@ with paceline.join(model, optimizer, policy=os.environ["WANTED"], seed=1, run="r
 LAST_EXCHANGE = {"all-reduce": 15, "local-sgd(every=4)": 12}  # before the kill
 
 
-@pytest.mark.parametrize("policy", ["all-reduce", pytest.param("local-sgd(every=4)", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", ["all-reduce", "local-sgd(every=4)"])
 def test_worker_0_is_killed_and_another_joins(bench: Bench, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's directory passes to another worker; no survivor starts anew; every sample is used once an epoch."""
     monkeypatch.setenv("WANTED", policy)

@@ -171,9 +171,8 @@ def kill_at_random(training: Training, dice: random.Random, *, workers: int, sup
         assert wait_until_gone(mark) == []
 
 
-@pytest.mark.parametrize(
-    ("command", "supervisor_alone"), [pytest.param("train", False, marks=pytest.mark.soak), ("run", True)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("command", "supervisor_alone"), [("train", False), ("run", True)])
 def test_as_many_workers_end_with_the_same_bits(
     command: str, supervisor_alone: bool, undisturbed: Training, dice: random.Random, tmp_path: Path
 ) -> None:

@@ -139,6 +139,7 @@ def test_a_probe_begins_the_data_again_when_it_ends(world: World, monkeypatch: p
         assert (steps == 3) == once and ended == once
 
 
+@pytest.mark.soak
 def test_workers_times_learners_train_and_resume(paceline: Any, tmp_path: Path) -> None:
     outcome = paceline("train", "--policy", "sma(learners=2)", "--epochs", "1", "--json", "--run", "mine")
     assert outcome.code == 0, outcome.err

@@ -88,6 +88,7 @@ def memory_of(client: Client) -> list[Tensor]:
     return [tensor for part in client._packing.parts for tensor in part.state.memory.values()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("case", "where"), in_turn(ALL, ["here", "elsewhere"]))
 def test_every_codec_trains_under_server_policies(case: tuple[str, str, bool], where: str) -> None:
     name, policy, both = case

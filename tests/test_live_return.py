@@ -135,6 +135,7 @@ def test_a_worker_comes_back_after_computing(cluster: Cluster, network: Network,
 BOTH = "cast(both=true)"  # of numbers that lose nothing by it
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "codec"),
     [

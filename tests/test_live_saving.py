@@ -106,6 +106,7 @@ def work(session: WorkerSession, own: TrainState) -> None:
     train(session, own.model, samples(COUNT), batch_size=2, epochs=EPOCHS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "later"),
     [

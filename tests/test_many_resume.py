@@ -85,6 +85,7 @@ def state(result: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name != "parameters"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("workers", "stop"), in_turn([2, 3], [1, 3]))
 @pytest.mark.parametrize(("build", "own_batches"), [(WithStatistics, False), (Odd, False), (WithStatistics, True)])
 def test_as_many_workers_go_on_bit_for_bit(

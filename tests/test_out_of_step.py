@@ -90,6 +90,7 @@ ODD: dict[str, Odd] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("odd", "odd_rank", "policy"),
     [(odd, place % 2, ("all-reduce", "all-reduce(bucket_cap_mb=0)")[place // 2 % 2]) for place, odd in enumerate(ODD)],

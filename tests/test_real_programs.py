@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from programs import Launch, launch
-from quick import quick
 from torch import Tensor
 
 from paceline import native
@@ -66,8 +65,6 @@ FOUR_RANKS = [
     "collective_programs:ring_of_messages",
 ]
 
-QUICK = TWO_RANKS[:3]
-
 Launches = dict[str, Launch]
 
 
@@ -77,11 +74,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_two(directory: Path, request: pytest.FixtureRequest) -> Launches:
-    """What the quick programs left behind, or all of them if a test of this run is for others too."""
-    wanted = {item.callspec.params.get("program") for item in request.session.items if hasattr(item, "callspec")}
-    programs = QUICK if wanted.isdisjoint(set(TWO_RANKS) - set(QUICK)) else TWO_RANKS
-    return {backend: launch(backend, 2, directory / backend, programs) for backend in ("gloo", "paceline")}
+def on_two(directory: Path) -> Launches:
+    """What the programs left behind."""
+    return {backend: launch(backend, 2, directory / backend, TWO_RANKS) for backend in ("gloo", "paceline")}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +84,8 @@ def on_four(directory: Path, on_two: Launches) -> Launches:
     return {backend: launch(backend, 4, directory / backend, FOUR_RANKS) for backend in on_two}
 
 
-@pytest.mark.parametrize("program", quick(TWO_RANKS, *QUICK))
+@pytest.mark.soak
+@pytest.mark.parametrize("program", TWO_RANKS)
 def test_two_ranks_compute_the_same_bits(program: str, on_two: Launches) -> None:
     for gloo, ours in zip(on_two["gloo"].results(program), on_two["paceline"].results(program), strict=True):
         assert gloo.keys() == ours.keys()

@@ -47,6 +47,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("case", "policy", "workers", "make_optimizer", "known_total"), TABLE)
 def test_workers_equal_one_on_the_joined_batch(
     world: World, case: str, policy: str, workers: int, make_optimizer: Any, known_total: bool

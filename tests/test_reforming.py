@@ -148,6 +148,7 @@ def check(world: Mortals, found: list[dict[str, Any]], survivors: int | None = N
     assert set(uses.values()) == {1}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("policy", "death"), in_turn(POLICIES, [(0, 14), (1, 4), (2, 5), (0, 1)]))
 def test_the_others_go_on_without_one_that_dies(world: Mortals, policy: str, death: tuple[int, int]) -> None:
     worker, step = death
@@ -157,6 +158,7 @@ def test_the_others_go_on_without_one_that_dies(world: Mortals, policy: str, dea
     assert found[0]["means"] == found[1]["means"] and len(found[0]["means"]) == EPOCHS
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_another_takes_the_place_of_one_that_dies(world: Mortals, policy: str) -> None:
     found = world(3, lambda life: train(life, policy, die_before=4, evaluate=True), respawn=True)
@@ -164,6 +166,7 @@ def test_another_takes_the_place_of_one_that_dies(world: Mortals, policy: str) -
     check(world, found, 3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_after_the_other_until_one_is_left(world: Mortals, policy: str) -> None:
     def work(life: Life) -> Any:
@@ -191,6 +194,7 @@ LEADS: list[tuple[str, Ask, int]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", quick(POLICIES, *POLICIES[:2]))
 @pytest.mark.parametrize("call", quick(range(CALLS), *range(0, CALLS, 7)))
 @pytest.mark.parametrize("fate", quick(["die before", "die after"], "die before"))
@@ -203,6 +207,7 @@ def test_one_may_die_at_any_call(world: Mortals, policy: str, call: int, fate: F
     assert max(int(file.stem[-4:]) for file in (tmp_path / "run" / "checkpoints").glob("step-*")) == found[0]["steps"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", quick(POLICIES, *POLICIES[:2]))
 @pytest.mark.parametrize(
     "place",
@@ -218,6 +223,7 @@ def test_one_that_missed_what_others_have_done_catches_up(world: Mortals, policy
     check(world, found, epochs=2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", quick(POLICIES, POLICIES[1], OVERLAPPED))
 @pytest.mark.parametrize(
     "place",
@@ -243,6 +249,7 @@ def test_two_go_on_with_one_that_missed_what_they_have_done(
     check(world, world(4, work, at_call(fates), respawn=call % 3 == 0), epochs=2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ahead", LEADS)
 @pytest.mark.parametrize("number", quick(range(2, 6), 3))
 def test_gossips_may_be_ahead_of_one_whose_mean_failed(
@@ -288,6 +295,7 @@ def test_another_may_die_while_they_form_a_new_group(world: Mortals, policy: str
     check(world, found, epochs=2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", quick(POLICIES, *POLICIES[:2]))
 @pytest.mark.parametrize("ask", TIMES)
 @pytest.mark.parametrize("call", quick(range(14, CALLS, 4), *range(14, 31, 4)))
@@ -350,6 +358,7 @@ def test_accumulated_blocks_keep_their_weights_when_a_worker_dies_between_them(w
     assert set(used.tolist()) <= {2.0, 3.0}, "what is left at the end is not used"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["local-sgd(every=99)", "diloco(every=99)"])
 @pytest.mark.parametrize("ask", TIMES)
 @pytest.mark.parametrize("call", quick(range(16, 48), *range(16, 48, 8)))
@@ -506,6 +515,7 @@ def test_what_is_told_in_the_metrics(world: Mortals, tmp_path: Path) -> None:
     assert steps == list(range(1, steps[-1] + 1))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("policy", "odd"), in_turn(POLICIES, [0, 1]))
 @pytest.mark.parametrize("what", ["step", "mean", "evaluation"])
 def test_workers_that_do_not_do_the_same_are_told_so(world: Mortals, policy: str, odd: int, what: str) -> None:
@@ -571,6 +581,7 @@ def test_codecs_of_survivors_remember_and_those_of_newcomers_do_not(world: Morta
         assert sorted(each["made"] == each["steps"] for each in found) == [False, True, True]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", quick(CODED_POLICIES, *CODED_POLICIES[:2]))
 @pytest.mark.parametrize("call", quick(range(CALLS), 16, 21, 25, 30, 41))
 @pytest.mark.parametrize("fate", quick(["die before", "die after"], "die before"))
@@ -583,6 +594,7 @@ def test_one_may_die_at_any_call_of_a_codec(world: Mortals, policy: str, call: i
         assert all(each["made"] == each["steps"] for each in found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", quick(CODED_POLICIES, *CODED_POLICIES[:2]))
 @pytest.mark.parametrize("call", quick(range(14, CALLS), 18, 22, 27, 31))
 def test_one_that_missed_a_coded_sum_catches_up(world: Mortals, policy: str, call: int) -> None:

@@ -68,6 +68,7 @@ def test_a_run_with_a_codec_is_equal_to_the_last_bit(policy: str, codec: str, tm
     assert found["equal"] is True and found["pushes"] > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", RUNS)
 def test_a_run_is_equal_to_the_last_bit(policy: str, tmp_path: Path, paceline: Any) -> None:
     run = record(tmp_path, policy, **RUNS[policy])

@@ -123,6 +123,7 @@ main()
 """
 
 
+@pytest.mark.soak
 @pytest.mark.processes
 def test_a_shell_may_be_open_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are answered meanwhile, and the server may take longer than any other does after the last of them."""
@@ -148,6 +149,7 @@ def test_a_shell_may_be_open_for_long(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "seen 5" in out and "version 5 has the hash" in out
 
 
+@pytest.mark.soak
 @pytest.mark.processes
 def test_a_script_that_depends_on_the_time_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -64,6 +64,7 @@ def test_momentum_stays_each_workers_own(world: World, policy: str) -> None:
     assert not torch.equal(one, other)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stop", [4, 6])
 @every_policy
 def test_a_resumed_run_equals_one_that_was_never_stopped(world: World, policy: str, stop: int, tmp_path: Path) -> None:
@@ -78,6 +79,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(world: World, policy: s
         assert_same(before["optimizer"], after["optimizer"])
 
 
+@pytest.mark.sampled(3)
 @every_policy
 def test_others_go_on_from_the_answer(world: World, policy: str, tmp_path: Path) -> None:
     """Another number of workers, or a policy under which workers are alike; an uneven last step weighs the average."""
@@ -107,6 +109,7 @@ def test_others_go_on_from_the_answer(world: World, policy: str, tmp_path: Path)
             torch.testing.assert_close(found, answer)
 
 
+@pytest.mark.sampled(3)
 @every_policy
 def test_a_run_goes_on_under_another_policy_and_back(world: World, policy: str, tmp_path: Path) -> None:
     template = WithStatistics()

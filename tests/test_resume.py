@@ -132,6 +132,7 @@ def start(build: Callable[[], Parts], seed: int) -> Parts:
     return build()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("case", "seed"), in_turn(RESUMED, [None, 11]))
 def test_a_resumed_run_is_the_run_that_never_crashed(case: str, seed: int | None, tmp_path: Path) -> None:
     """Crashes in mid-epoch, at an epoch's end, and again; all that is made anew starts from other bits."""

@@ -115,6 +115,7 @@ def ended(process: subprocess.Popen[str], code: int = 0) -> str:
     return out
 
 
+@pytest.mark.soak
 def test_a_run_over_two_hosts_refuses_who_has_not_the_token_and_is_unharmed(run: Run) -> None:
     (run.folder / "wrong").write_text(secrets.token_hex(32))
     (run.folder / "wrong").chmod(0o600)

@@ -405,6 +405,7 @@ def in_turn(workers: set[int], last: int) -> list[int]:
     return sorted(workers, key=lambda worker: (worker <= last, worker))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.laws
 @every_policy
 def test_every_policy_obeys_the_laws(text: str) -> None:

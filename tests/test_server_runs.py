@@ -375,6 +375,7 @@ def test_workers_killed_together_with_their_server_are_replaced_too(bench: Bench
     assert ended.err.count("another takes its place") == 3
 
 
+@pytest.mark.soak
 def test_policies_given_to_the_command_go_before_the_scripts(bench: Bench) -> None:
     source = """
         import torch, paceline
@@ -497,7 +498,7 @@ for (x,) in session.batches(torch.utils.data.TensorDataset(torch.ones(12, 2)), 3
 """
 
 
-@pytest.mark.parametrize("workers, servers", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("workers, servers", [(1, 1), pytest.param(2, 2, marks=pytest.mark.soak)])
 def test_a_run_ends_at_once_though_no_session_was_closed_and_says_so_once(
     bench: Bench, workers: int, servers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

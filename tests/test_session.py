@@ -32,11 +32,13 @@ def assert_equal_loops(build: Callable[[], Parts], **options: Any) -> None:
     assert_same((train_by_session(by_session, **options), by_session.state()), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_session_is_the_loop_by_hand(case: str) -> None:
     assert_equal_loops(CASES[case])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_recording_and_saving_change_nothing(case: str, tmp_path: Path) -> None:
     assert_equal_loops(CASES[case], run=tmp_path / "run", save_every=3)

@@ -100,6 +100,7 @@ def in_step(session):
         assert weights.tolist() == AFTER_TWO_EPOCHS
 
 
+@pytest.mark.soak
 def test_a_server_that_fails_by_itself_ends_the_run(bench: Bench) -> None:
     """The other one waits to be ended, and complains of nothing."""
     hooks = """

@@ -95,6 +95,7 @@ def in_order(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [adam, momentum])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_several_servers_commit_what_one_does(policy: str, make: Callable[[], TrainState]) -> None:

@@ -257,8 +257,9 @@ STOPPED = """
 """
 
 
+@pytest.mark.soak
 @pytest.mark.processes
-@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize("servers", [1, 2])
 def test_a_worker_that_is_really_stopped_in_mid_copy(
     servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -392,6 +392,7 @@ def test_the_law_has_every_aggregator_but_that_of_draco() -> None:
     assert {parse_aggregator(text).name for text in AGGREGATED} == AGGREGATORS.keys() - {"mean", "vote"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("aggregator", AGGREGATED)
 def test_all_aggregators_come_to_the_same_bits_under_all_who_drive(aggregator: str, norm: bool) -> None:
@@ -417,6 +418,7 @@ OPTIONS = {
 IN_TURN = "easgd(period=1, alpha=0.4, order=round-robin, momentum=0.5)"  # several are sent on at once, and take batches
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
     "name", [*(name for name, kind in POLICIES.items() if issubclass(kind, ServerPolicy)), IN_TURN]
@@ -447,6 +449,7 @@ COMBINED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("codec", "text"), COMBINED)
 def test_all_codecs_come_to_the_same_bits_under_all_who_drive(codec: str, text: str) -> None:
     policy = parse_policy(text)

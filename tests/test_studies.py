@@ -183,6 +183,7 @@ def test_a_study_has_a_text_form(name: str) -> None:
     assert from_spec("study", STUDIES, str(QUICK[name])) == QUICK[name]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_result_is_a_whole_table_and_a_whole_plot(name: str) -> None:
     result = quick_result(name)
@@ -195,6 +196,7 @@ def test_a_result_is_a_whole_table_and_a_whole_plot(name: str) -> None:
     assert len(set(pairs)) == len(pairs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(set(STUDIES) - WALL_CLOCK))
 def test_a_result_is_the_same_for_the_same_seed_apart_from_times(name: str) -> None:
     again = QUICK[name].run(StudyContext(seed=0))
@@ -204,6 +206,7 @@ def test_a_result_is_the_same_for_the_same_seed_apart_from_times(name: str) -> N
     assert (without_times(other)["series"] == without_times(first)["series"]) == (name in FORMULAS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STUDIES)
 def test_files_hold_the_result(name: str, tmp_path: Path) -> None:
     result = quick_result(name)
@@ -221,6 +224,7 @@ def test_files_hold_the_result(name: str, tmp_path: Path) -> None:
     assert (image[..., 0] != image[..., 2]).any(), "a picture in shades of grey"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STUDIES)
 def test_progress_grows_to_its_total(name: str) -> None:
     told: list[tuple[str, int, int]] = []
@@ -231,6 +235,7 @@ def test_progress_grows_to_its_total(name: str) -> None:
     assert all(text for text, _, _ in told)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(set(STUDIES) - FORMULAS))
 def test_threads_are_as_before(name: str) -> None:
     torch.set_num_threads(2)

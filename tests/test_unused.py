@@ -47,6 +47,7 @@ CHOICES: dict[str, Callable[[int, int], list[int]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
 @pytest.mark.parametrize("policy", ["all-reduce", "all-reduce(bucket_cap_mb=0)"])
 @pytest.mark.parametrize("choice", CHOICES)

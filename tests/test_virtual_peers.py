@@ -65,6 +65,7 @@ def without_name(result: Simulated) -> dict[str, Any]:
 # All policies through one table -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", PEERS)
 def test_the_same_seed_gives_the_same_bits(policy: str) -> None:
     plan = make_plan(dropout_problem(), optimizer=PLAIN)
@@ -75,6 +76,7 @@ def test_the_same_seed_gives_the_same_bits(policy: str) -> None:
     assert not torch.equal(first.model.last.weight, other.model.last.weight)  # type: ignore[union-attr, arg-type]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", PEERS)
 def test_it_learns_and_its_times_are_those_without_gradients(policy: str) -> None:
     """Drawn times are the same; messages are larger by the few numbers that an exchange adds to the parameters."""
@@ -135,6 +137,7 @@ def by_sessions(
     return model.state_dict()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(not native.available(), reason="sums over Gloo have another order")
 @pytest.mark.parametrize(
     ("policy", "codec"),
