@@ -100,7 +100,9 @@ def test_a_second_process_goes_on_behind_the_whole_records_of_the_first(
 def test_a_worker_is_dead_between_lives_that_it_did_not_leave(run: Path, lives: list[tuple[int, bool]]) -> None:
     file = timeline_file(run, 0)
     file.unlink(missing_ok=True)
-    at, gaps, ended = 0.0, [], None
+    at = 0.0
+    ended: float | None = None
+    gaps: list[tuple[float, float]] = []
     for incarnation, (spans, leaves) in enumerate(lives):
         if ended is not None:
             gaps.append((ended, at))

@@ -175,7 +175,7 @@ def _with_deaths(records: Records, until: float) -> Records:
     ended = np.maximum.accumulate(_ends(records))
     began = np.flatnonzero(records["kind"] == Kind.BEGAN)
     after = [place for place in began if place > 0 and records["kind"][place - 1] != Kind.LEFT]
-    spans = [(place, float(ended[place - 1]), float(records["start"][place])) for place in after]
+    spans = [(int(place), float(ended[place - 1]), float(records["start"][place])) for place in after]
     if records["kind"][-1] != Kind.LEFT:
         spans.append((len(records), float(ended[-1]), until))
     spans = [(place, start, end) for place, start, end in spans if end > start]
