@@ -29,6 +29,7 @@ from paceline.commands.options import (
     servers_option,
 )
 from paceline.commands.replay import replay
+from paceline.commands.report import report
 from paceline.commands.run import run, serve
 from paceline.commands.sparse import (
     NAMES,
@@ -86,6 +87,7 @@ cli.add_command(run)
 cli.add_command(serve)
 cli.add_command(replay)
 cli.add_command(compare)
+cli.add_command(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
