@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def as_lines(events: list[dict[str, Any]]) -> bytes:
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     places = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    return [data[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(places)]
 
 
 def make_records(number: int, *, begin: float = 1.8e9) -> Records:
@@ -102,10 +103,11 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
 def test_broken_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [b"\xff\xfe", b"[1]", b"{}", b'{"event": "step"}', b'{"time": 3, "test_loss": 1}', b"[" * 100_000]
+    lines += [b'{"time": NaN}', b'{"time": 1e99}']
     path.write_bytes(b"\n".join(lines) + b"\n")
     tail = EventTail(path)
     assert tail.events() == [{"event": "evaluation", "time": 3, "test_loss": 1}]
-    assert tail.broken == 5
+    assert tail.broken == 7
 
 
 def test_a_file_without_line_ends_is_not_read_into_memory(tmp_path: Path) -> None:

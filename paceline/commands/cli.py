@@ -39,6 +39,7 @@ from paceline.commands.sparse import (
     sparse_options,
     train_sparse_problem,
 )
+from paceline.commands.watch import watch
 from paceline.errors import CommError, PacelineError, UsageError, unknown_name
 from paceline.interrupts import INTERRUPTED, Interrupts, StopRequest, answered, end_at_once
 from paceline.launch.environment import read_world
@@ -84,6 +85,7 @@ def cli(context: click.Context) -> None:
 cli.add_command(run)
 cli.add_command(serve)
 cli.add_command(replay)
+cli.add_command(watch)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

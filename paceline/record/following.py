@@ -21,7 +21,7 @@ _MARK = 64  # bytes before the position that are compared; each line and record 
 _MOST_LINES = 1 << 22  # bytes of lines in a call: about a tenth of a second
 _MOST_RECORDS = 1 << 18  # bytes of records of a worker in a call; of more, the last ones
 _LONGEST_LINE = 1 << 26  # bytes: a file without line ends is not read into memory
-_LATEST = 1e11  # seconds since the epoch: a later record is broken
+_LATEST = 1e11  # seconds since the epoch: what tells of a later time is broken
 _WORKER_FILE = re.compile(r"worker-(\d{1,9})\.bin")
 
 
@@ -108,7 +108,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(event, dict) or not isinstance(event.get("time"), int | float):
+    if not isinstance(event, dict) or not isinstance(at := event.get("time"), int | float) or not abs(at) < _LATEST:
         return None
     return {"event": "evaluation", **event}  # the lines of evaluations.jsonl need no name
 
@@ -157,6 +157,7 @@ class News:
     restarted: bool = False  # the run was cut or replaced: this is all of it, not what is new
     behind: bool = False  # there is more already
     broken: int = 0  # lines so far that are no events
+    problem: str | None = None  # a timeline that cannot be read
 
 
 class RunTail:
@@ -189,7 +190,11 @@ class RunTail:
             news.behind = news.behind or tail.behind
             news.broken += tail.broken
         for rank, worker in self._find_workers().items():
-            records = worker.records()
+            try:
+                records = worker.records()
+            except TimelineError as error:
+                news.problem = str(error)
+                continue
             news.behind = news.behind or worker.behind
             if len(records):
                 news.records[rank] = records
