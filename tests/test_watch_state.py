@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def happenings(workers: Workers) -> list[tuple[int, str, int]]:
 
 
 def test_metrics_and_timeline_tell_of_the_same_lives_in_any_order() -> None:
-    told = [
+    told: list[Callable[[Workers], None]] = [
         lambda workers: workers.joined(0, NOW, 0),
         lambda workers: workers.ended(0, NOW + 5, dead=True),
         lambda workers: workers.joined(0, NOW + 7, 1),
@@ -336,10 +336,10 @@ def test_a_run_without_an_owner_has_ended_after_a_pause(tmp_path: Path) -> None:
     writing.run.close()
     clock.now += 1
     watched.look()
-    assert watched.stage == "running"
+    stages = [watched.stage]
     clock.now += 10
     watched.look()
-    assert watched.stage == "ended"
+    assert [*stages, watched.stage] == ["running", "ended"]
 
 
 def test_a_comparison_shows_the_run_that_goes_on(tmp_path: Path) -> None:

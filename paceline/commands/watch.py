@@ -59,7 +59,11 @@ def _open_export(run: Path, folder: Path | None) -> contextlib.AbstractContextMa
 
 
 def _make_report(run: Path) -> bytes:
-    raise UsageError("no report yet")
+    """The report of the run, which is not written into its directory: that may be someone else's."""
+    from paceline.report.page import write_report
+
+    with tempfile.TemporaryDirectory(prefix="paceline-watch-") as folder:
+        return write_report(run, Path(folder) / "report.html").read_bytes()
 
 
 def _looks(watched: Watched, export: TensorBoardExport | None, ended: Callable[[], bool]) -> Iterator[None]:
