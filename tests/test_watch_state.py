@@ -156,6 +156,7 @@ def test_a_resumed_run_is_another_life_of_the_same_incarnation() -> None:
         (Kind.WAITING, 20.0, "computing"),  # the wait has ended when it is written: a straggler computes since
         (Kind.COMPUTING, 20.0, "waiting"),
         (Kind.CANCELLED, 0.3, "computing"),
+        (Kind.EXCHANGING, 0.3, "exchanging"),
     ],
 )
 def test_the_state_of_now_follows_from_the_last_record(last: Kind, after: float, state: str) -> None:

@@ -15,6 +15,7 @@ from paceline.report.live.history import History, Update
 from paceline.report.live.strips import CELL, CELLS
 from paceline.report.live.workers import STATES, Worker, Workers
 
+_CHANGES = 60  # births and deaths that are listed
 _SLOWEST = 8  # workers that are listed as such
 ROWS = 32  # workers whose last seconds a page shows at once
 _NOW = 10.0  # seconds over which a rate of now is taken
@@ -168,7 +169,7 @@ class LiveRun:
             "cells": CELLS,
             "workers": [_row(worker, now, over) | _strip(worker, since) for worker in workers[first : first + rows]],
             "slowest": [_row(worker, now, over) for worker in self.workers.slowest(_SLOWEST)],
-            "changes": [list(change) for change in list(self.workers.changes)[-60:]],
+            "changes": [list(change) for change in sorted(self.workers.changes)[-_CHANGES:]],
             "changed": dict(self.workers.counts),
         }
 

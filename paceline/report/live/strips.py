@@ -49,6 +49,12 @@ class Strip:
         """The seconds of each kind in all cells."""
         return dict(zip(KINDS, map(float, self._seconds.sum(0)), strict=True))
 
+    def mostly(self, seconds: float) -> Kind:
+        """What took most of the last seconds; cancelled work is computed too."""
+        sums = self._seconds[-max(1, round(seconds / CELL)) :].sum(0)
+        sums[Kind.COMPUTING] += sums[Kind.CANCELLED]
+        return Kind(int(sums[: Kind.CANCELLED].argmax()))
+
     def _move_to(self, newest: int) -> None:
         by = newest - self.newest
         if by <= 0:

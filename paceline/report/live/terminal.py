@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -46,7 +47,8 @@ def render(view: dict[str, Any], width: int) -> RenderableType:
 def _head(view: dict[str, Any]) -> Text:
     said = {"waiting": "waiting for it to begin", "running": "going on", "ended": "ended"}[view["stage"]]
     about = [str(each) for each in (view["run"]["config"]["problem"], view["run"]["config"]["policy"]) if each]
-    return Text.assemble((view["name"], "bold"), f"  {' · '.join([*about, said])}", overflow="ellipsis", no_wrap=True)
+    name = Path(view["name"]).name
+    return Text.assemble((name, "bold"), f" · {' · '.join([said, *about])}", overflow="ellipsis", no_wrap=True)
 
 
 def _comparison(comparison: dict[str, Any]) -> Text:

@@ -149,7 +149,7 @@ class Watched:
         runs = (self._comparison or {}).get("runs")
         entries = [entry for entry in runs if isinstance(entry, dict)] if isinstance(runs, list) else []
         names = ("policy", "seed", "run", "status", "error")
-        return [{name: str(entry.get(name) or "")[:200] for name in names} for entry in entries]
+        return [{name: _text(entry.get(name)) for name in names} for entry in entries]
 
     def _run_now(self) -> Path:
         """The run of the comparison that goes on, or the last one that did; no directory outside of it."""
@@ -165,4 +165,8 @@ class Watched:
             return None
         entries = self._entries()
         done = sum(entry["status"] in ("done", "failed") for entry in entries)
-        return {"problem": str(self._comparison.get("problem"))[:200], "runs": entries, "done": done}
+        return {"problem": _text(self._comparison.get("problem")), "runs": entries, "done": done}
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)[:200]

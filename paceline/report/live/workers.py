@@ -62,15 +62,18 @@ class Worker:
     _until: float = -math.inf  # the end of that
 
     def state(self, now: float, *, over: bool = False) -> State:
-        """What it does now. A span is written when it ends: in a long one, the state is what follows the last one."""
+        """What it does now: that which took most of the last second.
+
+        A span is written when it ends. After a second without any, the state is what follows the last one.
+        """
         if self.gone == "left":
             return "left"
         if self.gone == "died" or (over and self.has_been):
             return "dead"
         if not self.has_been:
             return "expected"
-        if now - self._until < _QUIET and self._last <= Kind.EXCHANGING:
-            return STATES[self._last]
+        if now - self._until < _QUIET:
+            return STATES[self.strip.mostly(_QUIET)]
         return "waiting" if self._last is Kind.COMPUTING else "computing"
 
     @property

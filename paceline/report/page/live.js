@@ -18,6 +18,7 @@
   let strips = new Map(); // rank -> Map(number of a cell -> its shares)
   let shown = {}; // what was last drawn, to leave alone what is the same
   let clock = null; // {run: seconds of the run's clock, here: the page's, when they came}
+  let palette = null; // of the canvases
   let data = null;
 
   // Asking --------------------------------------------------------------------------------------------------------
@@ -56,6 +57,7 @@
     for (const span of run.history.spans) spans.set(span[0], span);
     for (const worker of run.workers) keepCells(worker, run.cells);
     clock = { run: run.now, here: performance.now() };
+    palette = null; // the scheme may be another one now
     draw();
   }
 
@@ -102,7 +104,7 @@
     tell("message", data.stage === "waiting" ? `There is no run in ${data.name} yet. This page begins when the run does.` : data.message);
     drawEnd();
     changed("comparison", data.comparison, drawComparison);
-    at("live").hidden = data.stage === "waiting";
+    at("live").hidden = data.stage === "waiting" || (data.stage === "ended" && data.report); // the report has it all
     changed("tiles", tiles(run), drawTiles);
     const share = run.progress.share;
     at("progress").hidden = share === null;
@@ -120,8 +122,8 @@
     const dead = data.run.counts.dead;
     changed("end", [ended, data.report, dead], () => {
       at("ended").hidden = !ended;
-      const how = dead ? `${dead} of its workers did not leave by themselves.` : "";
-      at("ended-how").textContent = data.report ? how : `${how} ${data.message ?? "It is being made."}`;
+      const how = dead ? `The run has ended; ${dead} of its workers did not leave by themselves.` : "The run has ended. If it is resumed, this page goes on.";
+      at("ended-how").textContent = data.report ? how : `${how} Its report is being made.`;
       at("report").hidden = !(ended && data.report);
       if (ended && data.report) at("report").src = `report?${new URLSearchParams({ token })}`;
       else at("report").removeAttribute("src");
@@ -148,7 +150,7 @@
       ["updates", progress.step.toLocaleString("en"), quiet ?? epoch],
       ["time", P.duration(progress.seconds), [done, left].filter(Boolean).join(", ")],
       ["training loss", P.number(figures.loss, 4), figures.learning_rate === null ? "" : `learning rate ${P.number(figures.learning_rate)}`],
-      ["examples per second", P.number(figures.examples_per_second), figures.updates_per_second === null ? "" : `${P.number(figures.updates_per_second)} updates per second`],
+      ["examples/s", P.number(figures.examples_per_second), figures.updates_per_second === null ? "" : `${P.number(figures.updates_per_second)} updates/s`],
     ];
     if (metric) rows.push([`test ${metric.replaceAll("_", " ")}`, P.number(test[metric], 4), `at update ${test.step.toLocaleString("en")}`]);
     if (figures.staleness !== null) rows.push(["mean staleness", P.number(figures.staleness), "of the last pushes"]);
@@ -239,7 +241,7 @@
   }
 
   // Canvases know no style sheet: the colours are those of elements that do.
-  function colours() {
+  function readColours() {
     const found = {};
     for (const name of [...KINDS, "dead", "hatch", "accent"]) {
       const probe = html("i", { class: `probe probe-${name}` });
@@ -256,11 +258,11 @@
     const run = data.run;
     const moving = data.stage === "running" && !run.virtual;
     const now = clock.run + (moving ? (performance.now() - clock.here) / 1000 : 0);
-    const palette = colours();
-    run.workers.forEach((worker, k) => drawStrip(at("workers").children[k].lastChild.firstChild, worker, now, palette));
+    palette = palette ?? readColours();
+    run.workers.forEach((worker, k) => drawStrip(at("workers").children[k].lastChild.firstChild, worker, now));
   }
 
-  function drawStrip(canvas, worker, now, palette) {
+  function drawStrip(canvas, worker, now) {
     const [width, height] = [canvas.clientWidth, canvas.clientHeight];
     const ratio = Math.min(3, devicePixelRatio || 1);
     if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
@@ -287,10 +289,10 @@
         bottom -= shares[k] * scale;
       });
     }
-    for (const [from, to] of worker.dead) drawDeath(pen, Math.max(0, x(from)), Math.min(width, x(to)), height, palette);
+    for (const [from, to] of worker.dead) drawDeath(pen, Math.max(0, x(from)), Math.min(width, x(to)), height);
   }
 
-  function drawDeath(pen, left, right, height, palette) {
+  function drawDeath(pen, left, right, height) {
     if (!(right > left)) return;
     pen.save();
     pen.beginPath();
@@ -324,8 +326,8 @@
       return { label, style, x: there.map((span) => (span[0] + 0.5) * width), y: there.map((span) => span[number]) };
     };
     const figures = [
-      ["loss", column(1, "training loss", 0), { yLabel: "training loss" }],
-      ["throughput", column(2, "examples per second", 2), { yLabel: "examples per second" }],
+      ["loss", column(1, "training loss", 0)],
+      ["throughput", column(2, "examples per second", 2)],
     ];
     const tests = run.evaluations;
     const metric = tests.length ? metricOf(tests.at(-1)) ?? "test_loss" : null;
@@ -334,12 +336,12 @@
       const title = metric === "test_loss" ? "test loss" : `test ${metric.replaceAll("_", " ")}`;
       at("test-title").textContent = title[0].toUpperCase() + title.slice(1);
       const there = tests.filter((test) => Number.isFinite(test[metric]));
-      figures.push(["test", { label: title, style: 1, x: there.map((test) => Math.max(0, test.time - began)), y: there.map((test) => test[metric]) }, { yLabel: title }]);
+      figures.push(["test", { label: title, style: 1, x: there.map((test) => Math.max(0, test.time - began)), y: there.map((test) => test[metric]) }]);
     }
-    for (const [id, series, options] of figures) {
+    for (const [id, series] of figures) {
       const element = at(id);
       if (!element.clientWidth || isRead(element)) continue;
-      changed(`curve-${id}`, [series, element.clientWidth], () => P.drawCurves(element, { series: [series] }, { xLabel: "time since the run began", xUnit: "seconds", height: 230, endLabels: false, empty: "Nothing has been measured yet.", ...options }));
+      changed(`curve-${id}`, [series, element.clientWidth], () => P.drawCurves(element, { series: [series] }, { label: `${series.label} against time`, xLabel: "time since the run began", xUnit: "seconds", height: 220, endLabels: false, empty: "Nothing has been measured yet." }));
     }
     drawStaleness(run);
   }
@@ -362,7 +364,7 @@
       const life = incarnation > 0 ? `, life ${incarnation + 1}` : "";
       return html("tr", {}, html("td", {}, P.duration(Math.max(0, time - run.progress.began))), html("td", { class: happening }, `worker ${worker} ${happening}${life}`));
     };
-    at("changes").replaceChildren(...run.changes.toReversed().map(row));
+    at("changes").replaceChildren(...run.changes.toReversed().map(row)); // the last one first
   }
 
   at("kinds").replaceChildren(P.kindLegend([...KINDS, "dead"]));
