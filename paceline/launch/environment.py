@@ -93,7 +93,7 @@ class ServerAssignment:
     delay: tuple[str, float] | None = None  # compute time to inject: its text, and the length of its unit in seconds
     bind: str | None = None  # for the server: host:port for workers of other hosts; port 0 is any
     trusted: bool = False  # whether nothing is encrypted between hosts
-    replay: ReplayOrder | None = None  # for the server, or workers without one: replay a recorded run
+    replay: ReplayOrder | None = None  # replay a recorded run: the server does it, or workers without one
     shard_fds: tuple[int, ...] = ()  # the shared memory of each further server
     shard: int = 0  # for a server: its number among the servers
     threads: int | None = None  # for a worker: those of torch that the launcher chose; None if the user set them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,7 +39,8 @@ class Averager:
     """Find the weighted means of tensors over all workers of ``peers``, also while the workers compute.
 
     They are sent in one flat tensor per dtype, half precisions as float32. After them come control numbers: a tag that
-    must be the same everywhere, the weight, whether a worker was asked to stop, and ``numbers`` to be summed.
+    must be the same everywhere, the weight, whether a worker was asked to stop, the time that each worker has computed
+    since the last average, and ``numbers`` to be summed.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -46,6 +48,8 @@ class Averager:
         self._flats: dict[torch.dtype, Tensor] = {}
         self._sums: list[_Sum] = []  # under way
         self._tag = 0
+        self._left_at = time.perf_counter()  # the last average
+        self._exposed = 0.0  # seconds that nothing was computed in, because of the one under way
 
     def start(
         self,
@@ -61,7 +65,10 @@ class Averager:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for place, tensor in enumerate(tensors):
             by_dtype.setdefault(exchanged_dtype(tensor), []).append(place)
-        control = [tag % _TAG_PERIOD, weight, float(stop), *numbers]
+        began = time.perf_counter()
+        seconds = [0.0] * self._peers.size
+        seconds[self._peers.rank] = began - self._left_at
+        control = [tag % _TAG_PERIOD, weight, float(stop), *seconds, *numbers]
         self._tag, self._sums = tag, []
         with self._peers.explain("averaging the parameters"), torch.no_grad():
             for dtype, places in by_dtype.items():
@@ -77,21 +84,27 @@ class Averager:
                 flat[-len(control) :] = torch.tensor(control, dtype=dtype)
                 work = self._peers.all_reduce(flat, now=now)
                 self._sums.append(_Sum(flat, parts, len(control), work))
+        self._exposed = time.perf_counter() - began if now else 0.0
 
     def finish(self) -> Means:
         """Wait for the average; raise if the workers are out of step."""
         values: dict[int, Tensor] = {}
-        total, stop = 0.0, 0.0
+        began = time.perf_counter()
+        total, stop, waited = 0.0, 0.0, 0.0
         numbers: list[float] = []
         for each in self._sums:
             with self._peers.explain("averaging the parameters"):
                 each.work.wait()
-            tag, total, stop, *numbers = each.flat[-each.num_control :].tolist()
+            tag, total, stop, *rest = each.flat[-each.num_control :].tolist()
             self._check_tag(tag)
+            seconds, numbers = rest[: self._peers.size], rest[self._peers.size :]
+            waited = max(seconds) - seconds[self._peers.rank]
             if total:
                 each.flat[: -each.num_control].div_(total)
             values.update(each.parts)
         self._sums = []
+        self._left_at = time.perf_counter()
+        self._peers.traffic.waited_seconds += min(waited, self._exposed + self._left_at - began)
         return Means([values[place] for place in sorted(values)] if total else None, stop > 0, tuple(numbers))
 
     def settle(self) -> None:

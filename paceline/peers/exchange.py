@@ -48,6 +48,11 @@ class Exchange(Protocol):
         """Bytes that this worker has sent through collectives so far."""
         ...
 
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds that this worker has waited for slower ones so far, beside those that an ``Outcome`` tells."""
+        ...
+
     def accumulate(self, *, examples: int, total: int | None) -> None:
         """Before forward: keep the gradients of the next backward pass for a later exchange."""
         ...
@@ -176,6 +181,10 @@ class Alone:
     def num_bytes(self) -> int:
         return 0
 
+    @property
+    def waited_seconds(self) -> float:
+        return 0.0
+
     def accumulate(self, *, examples: int, total: int | None) -> None:
         pass
 
@@ -268,6 +277,10 @@ class PeersExchange(Alone):
     @property
     def num_bytes(self) -> int:
         return self._peers.traffic.num_bytes
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._peers.traffic.waited_seconds
 
     def buffers(self) -> list[Tensor]:
         """The model's buffers as they are now."""

@@ -68,7 +68,7 @@ class Forming:
     """Makes the groups of one session, in which ``seat`` is this worker's place."""
 
     def __init__(self, seat: Seat, device: torch.device) -> None:
-        self._log, self._member, _, self._session, self._make_group = seat
+        self._log, self.member, _, self._session, self._make_group = seat
         self._device = device
         self._roster = Roster(seat.session, seat.workers)
         self._peers: Peers | None = None
@@ -90,7 +90,7 @@ class Forming:
             formation = self._await_formation()
             self.close()
             self.formation, failed = formation, True
-            rank = formation.members.index(self._member)
+            rank = formation.members.index(self.member)
             try:
                 group = self._make_group(formation, rank, self._check)
             except CommError as error:
@@ -120,7 +120,7 @@ class Forming:
         self._hear()
         if self._roster.invited_after is not None:
             return operations >= self._roster.invited_after
-        if self._roster.newcomers and self.formation.members[0] == self._member and _open[self._place] == 1:
+        if self._roster.newcomers and self.formation.members[0] == self.member and _open[self._place] == 1:
             self._append("invite", after=operations + 1 + lead)
         return False
 
@@ -154,23 +154,23 @@ class Forming:
         deadline = time.monotonic() + _TIMEOUT
         while True:
             for formation in self._hear():
-                if self._member in formation.members:
+                if self.member in formation.members:
                     return formation
             if self._roster.abandoned:
                 self._give_up()
             if time.monotonic() > deadline:
                 missing = ", ".join(str(member.worker) for member in self._roster.missing)
                 raise CommError(
-                    f"worker {self._member.worker} waited {_TIMEOUT:g} s to go on with the others, and worker "
+                    f"worker {self.member.worker} waited {_TIMEOUT:g} s to go on with the others, and worker "
                     f"{missing} did not come; is it stopped?"
                 )
             time.sleep(_LOOK)
 
     def _give_up(self) -> NoReturn:
         if self._roster.left:
-            raise RunOverError(f"worker {self._member.worker} came after the others had ended the run")
+            raise RunOverError(f"worker {self.member.worker} came after the others had ended the run")
         raise CommError(
-            f"worker {self._member.worker} was to join, but no worker is left that has the state of the run; "
+            f"worker {self.member.worker} was to join, but no worker is left that has the state of the run; "
             "start it anew, with resume=True if it has checkpoints"
         )
 
@@ -187,7 +187,7 @@ class Forming:
         return [formation for formation in heard if formation is not None]
 
     def _append(self, event: str, **values: Any) -> None:
-        self._log.append(event, self._member, session=self._session, **values)
+        self._log.append(event, self.member, session=self._session, **values)
 
 
 class _HostGroups:
@@ -235,7 +235,7 @@ class _Watched:
     """An NCCL group that is aborted when one of its workers dies: NCCL itself would wait for it until a timeout."""
 
     def __init__(self, group: Any, log: RunLog, formation: Formation) -> None:
-        self._group, self._log, self._members = group, log, formation.members
+        self._group, self._log, self.members = group, log, formation.members
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="paceline-watch", daemon=True).start()
 
@@ -248,5 +248,5 @@ class _Watched:
 
     def _watch(self) -> None:
         while not self._closed.wait(0.1):
-            if any(line["event"] == "died" and Member(*line["member"]) in self._members for line in self._log.read()):
+            if any(line["event"] == "died" and Member(*line["member"]) in self.members for line in self._log.read()):
                 self.abort()

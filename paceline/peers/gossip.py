@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -106,7 +107,9 @@ class GossipExchange(ReplicasExchange):
     def _receive_header(self, sender: int, step: int, *, meeting: bool) -> tuple[int, float]:
         """The steps until all workers stop, or 0, and the weight sent; raise if the sender is in another step."""
         header = torch.empty(3, dtype=torch.float64, device=self._peers.device)
+        began = time.perf_counter()
         self._peers.receive(header, sender).wait()
+        self._peers.traffic.waited_seconds += time.perf_counter() - began
         its_step, stop_in, weight = header.tolist()
         if its_step != step or (stop_in == _MEETING) != meeting:
             raise OutOfStepError(

@@ -66,9 +66,10 @@ class Pending(Protocol):
 
 @dataclass
 class Traffic:
-    """Counts what a worker sends through collectives and messages."""
+    """Counts what a worker sends through collectives and messages, and how long it waits for slower workers."""
 
     num_bytes: int = 0
+    waited_seconds: float = 0.0  # in exchanges that tell; the reducer of gradients tells in its outcome
 
 
 @dataclass(frozen=True)

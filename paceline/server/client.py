@@ -97,6 +97,7 @@ class Client:
         self.rank, self.incarnation = rank, incarnation
         self.version = 0  # of the parameters in the model
         self._pushed = -1  # the step of our last push
+        self.read_seconds = 0.0  # how long the last next_step() took to have the parameters when its answer had come
         self.differences: list[Tensor] | None = None  # what the server has added for it, of each trained parameter
         try:
             self._meet(
@@ -154,7 +155,7 @@ class Client:
         welcome = self._hear(wire.Welcome)
         if welcome.version < self.version:
             logger.warning("the server is back at version %d; this worker had %d", welcome.version, self.version)
-        self.rank, self.incarnation, self.welcome = welcome.rank, welcome.incarnation, welcome
+        self.rank, self.welcome = welcome.rank, welcome
         self._make_room(welcome)
         if self._data is not None:
             self._send(self._data)
@@ -239,6 +240,7 @@ class Client:
 
         ``demand`` is for asking again, if the server has taken this worker for dead.
         """
+        self.read_seconds = 0.0
         while True:
             if self._must_ask:
                 self.ask(demand)
@@ -252,7 +254,10 @@ class Client:
             if isinstance(answer, wire.Go) and not answer.fresh:
                 break
             exchanged = answer.exchanged if isinstance(answer, wire.Go) else -1
-            if self._read(answer.version) if exchanged < 0 else self._read_differences(answer.version, exchanged):
+            began = time.perf_counter()
+            read = self._read(answer.version) if exchanged < 0 else self._read_differences(answer.version, exchanged)
+            self.read_seconds += time.perf_counter() - began
+            if read:
                 break
         if isinstance(answer, wire.Go):
             self._step, self._doomed = answer.step, answer.doomed

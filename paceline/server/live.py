@@ -74,6 +74,7 @@ class CommitSummary(NamedTuple):
     loss: float | None  # mean over the pushes that have one
     rate: float
     seconds: float  # of the update
+    bytes: int  # of tensors pushed and sent since the commit before, by all workers, as a codec leaves them
 
 
 class Host(Protocol):
@@ -148,6 +149,7 @@ class LiveServer:
         self._members: dict[int, Member] = {}
         self._by_peer: dict[Peer, Member] = {}
         self._figures: dict[int, Figures] = {}
+        self._num_bytes = 0  # of tensors moved since the last commit
         self._todo: deque[decided.Action] = deque()
         self._arrived: dict[decided.Push, float] = {}  # pushes not committed yet -> time of arrival
         self._start_epoch = queue.epoch
@@ -300,12 +302,14 @@ class LiveServer:
             behind=self._new_behind(rank),
             local=local,
             figures=figures,
+            incarnation=hello.incarnation,
         )
         if self._queue.epoch > self._start_epoch:
             member.first_epoch = self._queue.epoch
         self._members[rank] = self._by_peer[peer] = member
         self._enter(member)
         self._trace(traced.Joined(rank, member.life, self._now(), self._queue.epoch))
+        self._host.note("joined", {"worker": rank, "incarnation": member.incarnation})
         peer.send(
             wire.Welcome(
                 rank=rank,
@@ -360,6 +364,7 @@ class LiveServer:
         if self._members.get(member.rank) is not member:
             return
         self._trace(traced.Left(member.rank, dead, self._now(), version))
+        self._host.note("left", {"worker": member.rank, "incarnation": member.incarnation, "dead": dead})
         del self._members[member.rank], self._by_peer[member.peer]
         self._count_bytes(member)
         member.figures.forgotten += dead and self._rule.codec_remembers
@@ -391,6 +396,7 @@ class LiveServer:
             raise WireError(f"a push that tells of {8 * len(message.used)} parameters, of {self._num_trained}")
         member.pushed_at, member.exchanges, member.exchanged = now, -1, False
         member.figures.bytes_in += self._up_bytes
+        self._num_bytes += self._up_bytes if member.packets is None else self._as_sent(member.peer.came)
         loss = None if math.isnan(message.loss) else message.loss
         push = decided.Push(member.rank, member.life, message.step, message.version, message.examples, loss)
         checksum, decoded = 0, None
@@ -424,6 +430,10 @@ class LiveServer:
         alone = message.examples > 0 and isinstance(first, decided.Commit) and first.pushes == (push,)
         self._store_push(member, message, alone=alone)
         self._do(actions)
+
+    def _as_sent(self, packet: int) -> int:
+        """The bytes of the packets to all servers, of which that to this one has so many: about, by their parts."""
+        return round(packet * self._up_bytes / max(1, self._layouts.up.nbytes))
 
     def _store_push(self, member: Member, push: wire.PushMessage, *, alone: bool) -> None:
         """Put a push into the store, and its parts into those of the other servers, before its worker goes on."""
@@ -544,6 +554,8 @@ class LiveServer:
         if fresh and packet is None:
             tensors = self._parameters_for(member, exchanged=member.exchanged)
         member.figures.bytes_out += self._down_bytes if fresh else 0
+        if fresh:
+            self._num_bytes += self._down_bytes if packet is None else self._as_sent(packet.nbytes)
         go = wire.Go(step, version, fresh, first.epoch, first.number, member.ask, more=more, weight=first.weight)
         go = go._replace(exchanged=exchanged, taken=member.taken, packet=packet is not None)
         member.peer.send(go, tensors)
@@ -732,8 +744,10 @@ class LiveServer:
                 loss=sum(loss * examples for loss, examples in told) / weight if weight else None,
                 rate=rate,
                 seconds=seconds,
+                bytes=self._num_bytes,
             )
         )
+        self._num_bytes = 0
 
     def _note(self) -> dict[str, Any]:
         """What a replacement of this server needs beside the tensors."""
@@ -842,6 +856,7 @@ class LiveServer:
         for member in done:
             member.pushed_at = None
             member.figures.bytes_out += self._down_bytes
+            self._num_bytes += self._down_bytes
             if member.behind is not None:
                 member.behind.take_all(self._parameters)
             finished = wire.Finished(self._memory.version, member.ask, member.taken)

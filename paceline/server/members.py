@@ -78,6 +78,7 @@ class Member:
     behind: Behind | None  # what it has of the parameters, if these go through a codec
     local: bool  # whether it shares the server's memory
     figures: Figures
+    incarnation: int = 0  # of its process, and one more each time that it has come back
     life: int = 0  # its incarnation, as the policy knows it
     standing: Standing = Standing.IN_ROUNDS
     demand: Demand | None = None  # what it has asked steps for; None before, and after it was told that none are left

@@ -149,7 +149,14 @@ def join_with_server(request: JoinRequest) -> Session:
     CommitRule.of(request.policy, request.codec, servers=servers)
     if assignment.role == "server":
         raise SystemExit(host(request, assignment))
-    return join_as_worker(request.train_state, request.model, assignment, policy=request.policy, on_nan=request.on_nan)
+    return join_as_worker(
+        request.train_state,
+        request.model,
+        assignment,
+        policy=request.policy,
+        on_nan=request.on_nan,
+        run=request.run if assignment.replay is None else None,
+    )
 
 
 def join_equals(request: JoinRequest) -> Session:

@@ -24,7 +24,7 @@ from paceline.errors import LostContactError, UsageError
 from paceline.interrupts import OF_SESSIONS, StopRequest
 from paceline.launch.environment import read_rank_and_size, read_world
 from paceline.launch.reports import report, supervised
-from paceline.launch.roster import Status
+from paceline.launch.roster import Member, Status
 from paceline.peers.connect import begin_exchange, check_processes, device_of, find_peers
 from paceline.peers.exchange import Alone, BackwardPass, Exchange
 from paceline.peers.forming import Forming, RunOverError, take_seat
@@ -39,7 +39,7 @@ from paceline.sessions.request import JoinRequest
 from paceline.sessions.run_state import START, RunState, open_run
 from paceline.sessions.session import Step
 from paceline.sessions.thread_choice import ThreadChoice
-from paceline.sessions.timing import StepClock
+from paceline.sessions.timing import StepClock, WorkerTimeline
 from paceline.train_state import TrainState
 
 logger = logging.getLogger("paceline")
@@ -96,8 +96,9 @@ class PeersSession(ReformingSession):
         self._injected_delays: InjectedDelays | None = None  # computing time to inject
         self._threads: ThreadChoice | None = None  # set where the launcher chose several
         self._undecided: ThreadChoice | None = None  # the same, until the first update is made
-        self._num_bytes = 0  # exchanged in the steps since the last line of metrics
+        self._num_bytes = 0  # that all workers have sent in the steps since the last line of metrics
         self._num_bytes_before = 0  # of the update under way, in all
+        self._waited_before = 0.0  # seconds in exchanges, likewise
         self._request: StopRequest | None = None  # set where a signal is granted after the update under way
         self._asked_to_stop: Callable[[], bool] = lambda: False
         self._first_block = 0  # of the update under way
@@ -135,6 +136,14 @@ class PeersSession(ReformingSession):
         """Join a run under way: have the state of the furthest worker."""
         self._go_on_with(peers, {})
         self._run_state.warn_of_scheduler(self.steps)
+
+    def keep_timeline(self) -> None:
+        """Write down what this worker does from now on, if the run has a directory."""
+        if self._run_path is not None:
+            own = Member(self.rank) if self._forming is None else self._forming.member
+            self._timeline = WorkerTimeline(self._run_path, own.worker, own.incarnation)
+            if self.steps == 0:  # else the run goes on, and has lines of them
+                self._write_lives("joined", self._members, dead=None)
 
     def abandon(self) -> None:
         """Let go of everything, without a word to the others: the session did not begin."""
@@ -248,10 +257,13 @@ class PeersSession(ReformingSession):
 
     def _write(self, event: str, /, **values: Any) -> None:
         if self.run is not None and self.run.metrics is not None:
-            self.run.metrics.write(event, worker=self.rank, step=self.steps, epoch=self.epoch, **values)
+            values = {"worker": self.rank, "step": self.steps, "epoch": self.epoch, **values}
+            self.run.metrics.write(event, **values)
 
     def _release(self) -> None:
         try:
+            if not self._failed or self._asked_to_leave:
+                self._write_lives("left", self._members, dead=False)
             self._run_state.close()
         finally:
             if self._request is not None:
@@ -358,7 +370,7 @@ class PeersSession(ReformingSession):
         self._blocks += 1
         if fresh:
             self._begin_update(keep_buffers=self._forming is not None)
-            self._num_bytes_before = self._exchange.num_bytes
+            self._num_bytes_before, self._waited_before = self._exchange.num_bytes, self._exchange.waited_seconds
         own, total = self._count_examples(step)
         try:
             if step.accumulate:
@@ -382,9 +394,11 @@ class PeersSession(ReformingSession):
             self._undecided.end(failed=error is not None)
         self._accumulating = step.accumulate and error is None and not step.cancelled
         if step.cancelled and (error is None or isinstance(error, LostContactError)):
+            self._note_thrown_away()
             self._undo_block()
             return True
         if isinstance(error, LostContactError) and self._forming is not None:
+            self._note_thrown_away()
             self._give_up(step, error)
             return True
         if error is not None:
@@ -395,10 +409,12 @@ class PeersSession(ReformingSession):
 
     def _conclude(self, step: Step) -> None:
         try:
+            before = time.perf_counter()
             outcome = self._exchange.finish() if not step.accumulate and step.closure is None else None
             self._hear_others(outcome)
             if self._clock is not None:
-                self._clock.computed(outcome)
+                ended = outcome.backward_ended if outcome is not None else before
+                self._clock.computed(ended=ended if self.world_size > 1 else None)
             if step.accumulate:
                 self._remember_bad_loss(step)
                 self._data.use()
@@ -411,19 +427,34 @@ class PeersSession(ReformingSession):
             else:
                 self._update(step)
         except LostContactError as lost:
+            self._note_thrown_away()
             self._give_up(step, lost)
             return
+        if self._clock is not None:
+            self._clock.optimized()
         self.steps += 1
         self._data.use()
         if not self._exchange_update():
             self._after_update()
             return
-        self._num_bytes += self._exchange.num_bytes - self._num_bytes_before
+        self._num_bytes += self.world_size * (self._exchange.num_bytes - self._num_bytes_before)
         if self._clock is not None:
-            self.timing = self._clock.updated(outcome, self.rank)
+            self._take_times(self._clock, outcome)
         if self.run is not None:
             self._log(step, outcome, rate)
         self._after_update()
+
+    def _take_times(self, clock: StepClock, outcome: Outcome | None) -> None:
+        """Have the times of an update that is made and exchanged."""
+        if self._exchange.replicas_differ:
+            clock.exchanged()
+        if outcome is not None:
+            waited = outcome.waited_seconds[self.rank]
+        else:
+            waited = max(0.0, self._exchange.waited_seconds - self._waited_before)
+        self.timing = clock.updated(waited)
+        if self._timeline is not None:
+            self._timeline.add(self.steps - 1, clock.spans(waited))
 
     def _exchange_update(self) -> bool:
         while True:
@@ -463,6 +494,10 @@ class PeersSession(ReformingSession):
             self._exchange_update()
         if after != "again":
             self._after_update()
+
+    def _note_thrown_away(self) -> None:
+        if self._timeline is not None and self._clock is not None:
+            self._timeline.add(self.steps, self._clock.thrown_away())
 
     def _abandon_update(self) -> None:
         self._exchange.release(failed=True)
@@ -591,6 +626,7 @@ def _join(request: JoinRequest, kind: type[PeersSession], peers: Peers | None, f
             session.start(run, request.resume, request.config)
             if exchange.records:
                 session.record_run(replay)
+        session.keep_timeline()
         if (assignment := request.assignment) is not None:
             if assignment.delay is not None:
                 session.inject_delays(*assignment.delay)

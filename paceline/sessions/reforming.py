@@ -12,7 +12,7 @@ import logging
 import time
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,8 +26,10 @@ from paceline.peers.forming import Forming
 from paceline.peers.group import Peers
 from paceline.policies import Progress
 from paceline.record.run import Run
+from paceline.record.timeline import Kind
 from paceline.sessions.run_state import Position, RunState
 from paceline.sessions.session import Session
+from paceline.sessions.timing import Span
 
 logger = logging.getLogger("paceline")
 
@@ -161,7 +163,10 @@ class ReformingSession(Session):
                 failed = True
                 self._forming.await_death(lost)
                 _forget_frames(lost)
-        self._tell(before, time.perf_counter() - began)
+        pause = time.perf_counter() - began
+        if self._timeline is not None:
+            self._timeline.add(self.steps, [Span(Kind.WAITING, began, pause)])
+        self._tell(before, pause)
         formation = self._forming.formation
         if formation.copies(self.rank):
             return "exchange" if formation.furthest.doing == "exchange" else "copied"
@@ -257,14 +262,31 @@ class ReformingSession(Session):
         """Tell the supervisor and the metrics who has died and joined."""
         assert self._forming is not None
         members = self._forming.formation.members
+        died = [member for member in before if member not in members]
+        joined = [member for member in members if member not in before]
         change = {
             "workers": self.world_size,
-            "died": sorted({member.worker for member in before if member not in members}),
-            "joined": sorted({member.worker for member in members if member not in before}),
+            "died": sorted({member.worker for member in died}),
+            "joined": sorted({member.worker for member in joined}),
             "pause": pause,
         }
         report("re-formed", step=self.steps, number=self.generation, **change)
         self._write("re-formed", generation=self.generation, **change)
+        self._write_lives("left", died, dead=True)
+        self._write_lives("joined", joined, dead=None)
+
+    @property
+    def _members(self) -> tuple[Member, ...]:
+        """The workers that are in the run now; none if it has always been one alone."""
+        if self._forming is not None:
+            return self._forming.formation.members
+        return tuple(map(Member, range(self.world_size))) if self.world_size > 1 else ()
+
+    def _write_lives(self, event: str, members: Iterable[Member], *, dead: bool | None) -> None:
+        """Tell the metrics of the workers that have joined, left or died."""
+        for worker, incarnation in members:
+            told = {} if dead is None else {"dead": dead}
+            self._write(event, worker=worker, incarnation=incarnation, **told)
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -97,6 +97,7 @@ class ServerRun:
         self._trace: TraceWriter | None = None
         self._found: Mapping[str, Any] | None = None  # the note of a killed server
         self._shards: Shards | None = None  # the other servers, if there are several
+        self._num_bytes = 0  # moved since the last line of metrics
         self._closed = False
 
     def start(self, path: Path | None, resume: bool | str | Path, config: Mapping[str, Any]) -> None:
@@ -264,9 +265,11 @@ class ServerRun:
 
     def committed(self, commit: CommitSummary) -> None:
         self.steps, self._data.epoch = commit.version, commit.epoch
+        self._num_bytes += commit.bytes
         if self.steps % self._log_every == 0:
             values = {name: value for name, value in commit._asdict().items() if name not in ("version", "epoch")}
-            self._write("commit", **values)
+            self._write("commit", **{**values, "bytes": self._num_bytes})
+            self._num_bytes = 0
         if self._save_every is not None and self.steps % self._save_every == 0:
             self.save()
 

@@ -22,7 +22,7 @@ from paceline.record.run import Run
 from paceline.sessions.checks import as_tensor, as_weight
 from paceline.sessions.nan_guard import NaNGuard, OnNaN, Where
 from paceline.sessions.run_state import last_checkpoint
-from paceline.sessions.timing import StepClock, Timing
+from paceline.sessions.timing import StepClock, Timing, WorkerTimeline
 from paceline.train_state import TrainState
 
 logger = logging.getLogger("paceline")
@@ -106,6 +106,7 @@ class Session(ABC):
         self.timing = Timing()
         self._train_state = train_state
         self._clock = clock
+        self._timeline: WorkerTimeline | None = None  # set where the run has a directory
         self._nan_guard = NaNGuard(on_nan, self._where)
         self._data = BatchStream()
         self._current: Step | None = None
@@ -115,6 +116,7 @@ class Session(ABC):
         self._bad_loss: float | None = None  # of an accumulating block of the present update
         self._opened = False  # whether this process has opened a step
         self._failed = False  # the session's block was left by an exception
+        self._asked_to_leave = False  # and that was a request to stop
         self._closed = False
         self._hooks = [optimizer.register_step_pre_hook(self._foresee_twice) for optimizer in train_state.optimizers]
 
@@ -248,6 +250,8 @@ class Session(ABC):
 
     def _let_go(self) -> None:
         self._closed = True
+        if self._timeline is not None:
+            self._timeline.close(left=not self._failed or self._asked_to_leave)
         try:
             self._release()
         finally:
@@ -270,6 +274,7 @@ class Session(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._failed = kind is not None
+        self._asked_to_leave = isinstance(error, KeyboardInterrupt | SystemExit)
         if isinstance(error, Exception):
             report_failure(error)  # at once: other workers will soon fail because of it
         try:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from paceline.policies import Policy
 from paceline.policies.messages import PushKind
 from paceline.record.fingerprints import checksum_of
 from paceline.record.metrics import as_number
+from paceline.record.timeline import Kind
 from paceline.seeding import derive_seed, seed_streams
 from paceline.server.cancellation import Cancellation, StepCancelled
 from paceline.server.client import Client
@@ -32,7 +34,7 @@ from paceline.server.local_steps import make_local_steps
 from paceline.server.part_sum import PartSum
 from paceline.sessions.nan_guard import OnNaN
 from paceline.sessions.session import Session, Step
-from paceline.sessions.timing import StepClock, Timing
+from paceline.sessions.timing import Span, StepClock, WorkerTimeline
 from paceline.train_state import TrainState
 from paceline.transport.listening import sealed_to
 from paceline.transport.messages import BatchMessage, Finished, Go
@@ -68,6 +70,7 @@ class WorkerSession(Session):
         client: Client,
         injected_delays: InjectedDelays | None,
         on_nan: OnNaN,
+        timeline: WorkerTimeline | None = None,
     ) -> None:
         welcome = client.welcome
         super().__init__(
@@ -80,14 +83,14 @@ class WorkerSession(Session):
             clock=StepClock(model),
             on_nan=on_nan,
         )
-        self._client, self._injected_delays = client, injected_delays
+        self._client, self._injected_delays, self._timeline = client, injected_delays, timeline
         self._cancellation = Cancellation(model, client.cancelled)
         self._data.epoch = welcome.epoch
         self._phase = _Phase.NOTHING_ASKED
         self._demand = OWN_DATA  # what steps are for
         self._asked: Demand | None = None  # what a step was asked for last
         self._num_cancelled = 0  # steps of this worker
-        self._waited = 0.0
+        self._waited = self._copied = 0.0  # seconds before the present step: for the server, and to have the parameters
         self._last_block: Step | None = None  # of those that were not cancelled
         self._welcome = welcome  # another one comes when the worker joins again
         self._local = make_local_steps(PushKind(welcome.kind), train_state, momentum=welcome.local_momentum)
@@ -174,12 +177,12 @@ class WorkerSession(Session):
         elif self._phase is _Phase.STEP_HELD and self._parts_made and self._data.batch is not None:
             self._skip()  # no block was made of a part
         elif self._phase is _Phase.STEP_HELD and self._parts_made:
-            self._part = self._client.more()
+            self._part = self._more()
             if self._part is not None:
                 return self._part.epoch, self._part.batch
             self._give_up()
         elif self._phase is _Phase.STEP_HELD and self._under_way:
-            more = self._client.more()
+            more = self._more()
             if more is not None and more.batch >= 0:
                 return more.epoch, more.batch
             if more is None:
@@ -193,6 +196,17 @@ class WorkerSession(Session):
             return None
         self._part = self._go
         return self._go.epoch, self._go.batch
+
+    def _more(self) -> BatchMessage | None:
+        began = time.perf_counter()
+        more = self._client.more()
+        self._tell(Span(Kind.WAITING, began, time.perf_counter() - began))
+        return more
+
+    def _tell(self, *spans: Span) -> None:
+        """Put what this worker has done into its timeline."""
+        if self._timeline is not None:
+            self._timeline.add(self.steps, spans)
 
     def _own_batches(self, source: Iterable[Any], end: int) -> Iterator[Any]:
         of_step: list[Any] = []  # batches of the present step
@@ -310,7 +324,10 @@ class WorkerSession(Session):
             self._asked = self._demand
         began = time.perf_counter()
         answer = self._client.next_step(self._demand)
-        self._waited = time.perf_counter() - began
+        ended = time.perf_counter()
+        self._copied = self._client.read_seconds
+        self._waited = max(0.0, ended - began - self._copied)
+        self._tell(Span(Kind.WAITING, began, self._waited), Span(Kind.EXCHANGING, ended - self._copied, self._copied))
         self.steps = answer.version
         if isinstance(answer, Finished):
             self._phase = _Phase.NOTHING_ASKED
@@ -409,7 +426,7 @@ class WorkerSession(Session):
             self._give_up()
             return True
         self._accumulating = step.accumulate
-        self._clock.computed(None)
+        self._clock.computed()
         self._last_block = step
         if step.accumulate:
             self._remember_bad_loss(step)
@@ -419,6 +436,7 @@ class WorkerSession(Session):
 
     def _give_up(self) -> None:
         """Undo the present step, which was cancelled."""
+        self._tell(*self._clock.thrown_away())
         self._accumulating = False
         self._undo_blocks()
         self._train_state.clear_gradients()
@@ -477,6 +495,7 @@ class WorkerSession(Session):
             self._push(loss)
         else:
             self._local.step()
+            self._clock.optimized()
             if self._local.made == self._welcome.local_steps:
                 self._push(loss)
 
@@ -507,15 +526,12 @@ class WorkerSession(Session):
             return
         self._phase = _Phase.STEP_COMES
         with self._unscaled() if self._local is None else contextlib.nullcontext():
-            timing = self._clock.updated(None, self.rank)
-            seconds = timing.forward + timing.backward
-            self._client.push(examples=self._examples, loss=loss, seconds=seconds)
-        self.timing = Timing(
-            forward=timing.forward,
-            backward=timing.backward,
-            communication=self._clock.updated(None, self.rank).optimizer,
-            waited=self._waited,
-        )
+            self._clock.optimized()
+            self._client.push(examples=self._examples, loss=loss, seconds=self._clock.computing)
+        self._clock.exchanged()
+        timing = self._clock.updated()
+        self.timing = replace(timing, communication=timing.communication + self._copied, waited=self._waited)
+        self._tell(*self._clock.spans())
 
     @contextlib.contextmanager
     def _unscaled(self) -> Iterator[None]:
@@ -541,9 +557,15 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join_as_worker(
-    train_state: TrainState, model: nn.Module, assignment: ServerAssignment, *, policy: Policy, on_nan: OnNaN
+    train_state: TrainState,
+    model: nn.Module,
+    assignment: ServerAssignment,
+    *,
+    policy: Policy,
+    on_nan: OnNaN,
+    run: Path | None = None,
 ) -> WorkerSession:
-    """Join the run of the server that ``assignment`` names."""
+    """Join the run of the server that ``assignment`` names; the worker's timeline goes into the directory ``run``."""
     world = read_world()
     client = Client(
         train_state.model,
@@ -561,7 +583,13 @@ def join_as_worker(
             text, unit = assignment.delay
             injected_delays = InjectedDelays(text, unit, seed=client.welcome.seed, worker=client.rank)
         return WorkerSession(
-            train_state, model=model, policy=policy, client=client, injected_delays=injected_delays, on_nan=on_nan
+            train_state,
+            model=model,
+            policy=policy,
+            client=client,
+            injected_delays=injected_delays,
+            on_nan=on_nan,
+            timeline=WorkerTimeline(run.absolute(), client.rank, assignment.incarnation) if run is not None else None,
         )
     except BaseException:
         client.leave(failed=True)
