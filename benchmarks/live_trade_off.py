@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -26,7 +25,8 @@ from paceline.launch.service import ServerOptions
 from paceline.launch.supervisor import supervise
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.record.checkpoint import read_checkpoint
-from paceline.report.plots import COLOURS
+from paceline.report import plots
+from paceline.report.series import Axis, Series
 from paceline.report.table import print_table
 
 DELAY, UNIT = "1+exp(0.5)", 0.08
@@ -110,14 +110,12 @@ def table(curves: dict[str, list[tuple[float, int, float]]], target: float) -> l
 
 
 def draw(curves: dict[str, list[tuple[float, int, float]]], file: Path) -> None:
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for colour, (policy, points) in zip(COLOURS, curves.items(), strict=False):
-        axes.plot([x for x, _, _ in points], [y for _, _, y in points], label=policy, color=colour, linewidth=1.5)
-    axes.set(xlabel="seconds", ylabel="test error", yscale="log", title="Error against time, eight workers, stragglers")
-    axes.grid(True, color="#D9D9D9", linewidth=0.7)
-    axes.legend(frameon=False)
-    figure.savefig(file, dpi=150)
+    series = [
+        Series(label=policy, panel="", x=tuple(x for x, _, _ in points), y=tuple(y for _, _, y in points))
+        for policy, points in curves.items()
+    ]
+    title = "Error against time, eight workers, stragglers"
+    plots.draw(title, series, Axis(label="seconds"), Axis(label="test error", scale="log"), file)
 
 
 def be_worker(problem: Problem, policy: str, directory: Path, rate: float, seconds: float) -> None:

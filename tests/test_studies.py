@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from paceline.commands.cli import main
 from paceline.errors import PacelineError, UsageError
-from paceline.report import plots
+from paceline.report import look, plots
 from paceline.report.series import Axis, Series
 from paceline.spec import from_spec
 from paceline.studies import (
@@ -305,7 +305,7 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 def test_more_labels_than_colours_still_look_different() -> None:
     styles = {
-        (plots.COLOURS[number % len(plots.COLOURS)], plots.LINES[number // len(plots.COLOURS)]) for number in range(32)
+        (look.COLOURS[number % len(look.COLOURS)], look.LINES[number // len(look.COLOURS)]) for number in range(32)
     }
     assert len(styles) == 32
 

@@ -28,6 +28,7 @@ from paceline.commands.options import (
     servers_option,
 )
 from paceline.commands.replay import replay
+from paceline.commands.report import report
 from paceline.commands.run import run, serve
 from paceline.commands.sparse import (
     NAMES,
@@ -85,6 +86,7 @@ def cli(context: click.Context) -> None:
 cli.add_command(run)
 cli.add_command(serve)
 cli.add_command(replay)
+cli.add_command(report)
 cli.add_command(watch)
 
 

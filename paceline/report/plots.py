@@ -1,29 +1,32 @@
-"""Draws curves into a PNG file."""
+"""Draws curves into a PNG or SVG file."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis as DrawnAxis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from paceline.report.look import COLOURS, DOTS_PER_INCH, LINES, LOOK, MARKERS, TITLE, open_frame
 from paceline.report.series import Axis, Series
 
-# Okabe and Ito's colours, which colour-blind people can distinguish; grey replaces their yellow, too pale for a line.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A8A")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-LINES = ("-", "--", ":", "-.")  # the next style when all colours are used
-
 _PANEL_INCHES = (4.0, 3.6)
-_DOTS_PER_INCH = 150
 _FEW = 8  # labels that fit under a panel
 
 
-def draw(title: str, curves: Sequence[Series], x_axis: Axis, y_axis: Axis, file: Path) -> None:
-    """Draw the curves into a PNG file, with panels side by side."""
+def draw(title: str, curves: Sequence[Series], x_axis: Axis, y_axis: Axis, *files: Path) -> None:
+    """Draw the curves into files, of the formats that their names end in, with panels side by side."""
+    with matplotlib.rc_context(LOOK):
+        figure = _draw(title, curves, x_axis, y_axis)
+        for file in files:
+            figure.savefig(file, dpi=DOTS_PER_INCH)
+
+
+def _draw(title: str, curves: Sequence[Series], x_axis: Axis, y_axis: Axis) -> Figure:
     panels = list(dict.fromkeys(series.panel for series in curves))
     labels = list(dict.fromkeys(series.label for series in curves))
     width, height = _PANEL_INCHES
@@ -32,11 +35,11 @@ def draw(title: str, curves: Sequence[Series], x_axis: Axis, y_axis: Axis, file:
     for panel, axes in zip(panels, row, strict=True):
         drawn = [series for series in curves if series.panel == panel]
         for series in drawn:
-            _draw_series(axes, series, labels.index(series.label))
+            _draw_series(axes, series, labels.index(series.label) if series.style is None else series.style)
         _finish_panel(axes, panel, x_axis, y_axis)
         _label_few(axes, x_axis, {x for series in drawn for x in series.x})
     row[0].set_ylabel(y_axis.label)
-    figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.suptitle(title, **TITLE)
     handles = {line.get_label(): line for axes in row for line in axes.get_lines()}
     figure.legend(
         [handles[label] for label in labels],
@@ -45,7 +48,7 @@ def draw(title: str, curves: Sequence[Series], x_axis: Axis, y_axis: Axis, file:
         ncols=_legend_columns(labels, figure.get_figwidth()),
         frameon=False,
     )
-    figure.savefig(file, dpi=_DOTS_PER_INCH, format="png")
+    return figure
 
 
 def _legend_columns(labels: list[str], inches: float) -> int:
@@ -54,22 +57,26 @@ def _legend_columns(labels: list[str], inches: float) -> int:
 
 
 def _draw_series(axes: Axes, series: Series, number: int) -> None:
+    if series.band is not None:
+        axes.fill_between(series.x, *series.band, color=COLOURS[number % len(COLOURS)], alpha=0.16, linewidth=0)
     axes.plot(
         series.x,
         series.y,
         label=series.label,
         color=COLOURS[number % len(COLOURS)],
         linestyle=LINES[number // len(COLOURS) % len(LINES)],
-        linewidth=1.5,
+        linewidth=1.6,
         marker=MARKERS[number % len(MARKERS)],
-        markersize=4,
+        markersize=4.5,
+        markeredgecolor="white",
+        markeredgewidth=0.5,
         # Few markers, at different places on every curve, so that overlapping curves can be distinguished.
         markevery=(number % 8, 8) if len(series.x) > 16 else 1,
     )
 
 
 def _finish_panel(axes: Axes, title: str, x_axis: Axis, y_axis: Axis) -> None:
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel(x_axis.label)
     if x_axis.scale == "log":
         axes.set_xscale("log", nonpositive="mask")
@@ -80,9 +87,7 @@ def _finish_panel(axes: Axes, title: str, x_axis: Axis, y_axis: Axis) -> None:
             _label_decades(axis)
         else:
             axis.set_major_formatter(FuncFormatter(_plain))
-    axes.grid(True, which="major", color="#D9D9D9", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    open_frame(axes)
 
 
 def _label_decades(axis: DrawnAxis) -> None:

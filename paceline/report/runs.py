@@ -26,11 +26,14 @@ from paceline.version import __version__
 
 COMPARISON = "comparison.json"
 FORMAT = 1  # of comparisons and configurations
-KINDS = ("computing", "waiting", "exchanging", "cancelled", "dead")  # the parts of a worker's time, as they are shown
+KINDS = {  # the parts of a worker's time, in the order in which they are shown
+    "computing": Kind.COMPUTING,
+    "waiting": Kind.WAITING,
+    "exchanging": Kind.EXCHANGING,
+    "cancelled": Kind.CANCELLED,
+    "dead": Kind.DEAD,
+}
 ONE_WORKER = "one worker"  # the policy that a comparison's speed-ups are measured against
-
-_OF_KIND = {"computing": Kind.COMPUTING, "waiting": Kind.WAITING, "exchanging": Kind.EXCHANGING}
-_OF_KIND |= {"cancelled": Kind.CANCELLED, "dead": Kind.DEAD}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,7 +402,7 @@ def _seconds_by_kind(timeline: Mapping[int, Records], events: RunEvents, notes: 
         return events.seconds_by_kind
     return {
         name: float(sum(spans["duration"][spans["kind"] == kind].sum(dtype=np.float64) for spans in timeline.values()))
-        for name, kind in _OF_KIND.items()
+        for name, kind in KINDS.items()
     }
 
 

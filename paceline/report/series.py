@@ -22,3 +22,5 @@ class Series:
     panel: str  # the title of the panel it is drawn in
     x: tuple[float, ...]
     y: tuple[float, ...]
+    band: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # the smallest and the largest at each place
+    style: int | None = None  # number of its colour and marker; by default that of its label among all

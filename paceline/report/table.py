@@ -1,9 +1,27 @@
-"""Prints the plain tables of benchmarks, without importing torch."""
+"""Prints the plain tables of benchmarks and comparisons, without importing torch."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.report.groups import Row
+
+_SUMMARY = {
+    "label": "policy",
+    "seconds_to_target": "s to target",
+    "speed_up": "speed-up",
+    "final_error": "final error",
+    "megabytes": "MB",
+    "mean_staleness": "staleness",
+    "waiting": "waiting",
+    "thrown_away": "thrown away",
+    "examples_per_second": "examples/s",
+}
+_FORMATS = ("", ".3g", ".2f", ".4f", ".1f", ".2f", ".0%", ".0%", ",.0f")
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
@@ -14,3 +32,13 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -
     for line in lines:
         cells = zip(line, columns.values(), widths, strict=True)
         print("  ".join(f"{cell:{'>' if spec else '<'}{width}}" for cell, spec, width in cells))
+
+
+def print_summary(rows: Sequence[Row]) -> None:
+    """Print the summary of runs, as the report's page shows it; what is not known is a dash."""
+    shown = []
+    for row in rows:
+        values = dataclasses.asdict(row)
+        known = {name: None if isinstance(each, float) and math.isnan(each) else each for name, each in values.items()}
+        shown.append({title: known[name] for name, title in _SUMMARY.items()})
+    print_table(shown, dict(zip(_SUMMARY.values(), _FORMATS, strict=True)))

@@ -80,6 +80,13 @@
     return value.toLocaleString("en", { maximumFractionDigits: Math.min(20, places), minimumFractionDigits: 0 });
   };
 
+  // The same with all its digits, for columns of numbers.
+  P.fixed = (value, digits = 3) => {
+    if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+    const places = Math.max(0, digits - 1 - Math.floor(Math.log10(Math.max(1e-9, Math.abs(value)))));
+    return value === 0 ? "0" : value.toLocaleString("en", { maximumFractionDigits: Math.min(9, places), minimumFractionDigits: Math.min(9, places) });
+  };
+
   P.quantity = (value, kind, digits = 3) => {
     if (value === null || !Number.isFinite(value)) return "–";
     const unit = P.unitFor(kind, Math.abs(value));
@@ -206,7 +213,7 @@
     const labels = endLabels(series, width, height, right * xUnit.size, options);
     const margin = { left: 56, right: labels ? labels.width : 14, top: 12, bottom: 44 };
     const inner = { right: width - margin.right, bottom: height - margin.bottom };
-    const x = makeScale("linear", left, right, margin.left, inner.right, (inner.right - margin.left) / 80);
+    const x = makeScale("linear", left, right, margin.left, inner.right, Math.max(4, (inner.right - margin.left) / 80));
     const y = makeScale(yKind, low, high, inner.bottom, margin.top, (inner.bottom - margin.top) / 48);
     const drawing = svg("svg", {
       class: "figure",
@@ -227,7 +234,8 @@
     for (const each of series) append(drawing, curve(each, x, y, xUnit, usable));
     if (labels) append(drawing, drawEndLabels(series, y, margin, inner, usable));
     const reading = makeReading(drawing, series, x, y, xUnit, margin, inner, options);
-    element.replaceChildren(html("div", { class: "drawing" }, drawing, reading), ...(labels ? [] : [P.legend(series)]));
+    const legend = labels || (series.length === 1 && !options.alwaysLegend) ? [] : [P.legend(series)];
+    element.replaceChildren(html("div", { class: "drawing" }, drawing, reading), ...legend);
   };
 
   function axes(x, y, margin, inner, width, options, xUnit) {
@@ -269,7 +277,8 @@
       drawn.push(place);
     });
     const every = drawn.length > 16 ? Math.ceil(drawn.length / 8) : 1; // few, at another place on each curve
-    const marked = drawn.filter((_, k) => every === 1 || k % every === each.style % every || k === drawn.length - 1);
+    const last = drawn.length - 1;
+    const marked = drawn.filter((_, k) => every === 1 || k === last || (k % every === each.style % every && k < last - every / 2));
     return [
       svg("path", { class: `line ${P.colourClass(each.style)}`, d: path, "stroke-dasharray": dashes(each.style) }),
       ...marked.map(([a, b]) => P.marker(each.style, a, b)),
@@ -279,6 +288,7 @@
   // Labels at the ends of the lines, if all lines end at the right and there is room for them; else there is a legend.
   function endLabels(series, width, height, right, options) {
     const longest = Math.max(...series.map((each) => each.label.length)) * LETTER + 26;
+    if (series.length === 1) return null;
     const apart = series.some((each) => each.x[each.x.length - 1] < 0.93 * right);
     if (apart || width < 560 || longest > width * 0.3 || series.length * 16 > height - 60) return null;
     return { width: Math.ceil(longest) };
@@ -453,7 +463,8 @@
     const top = Math.max(...shared.flatMap((panel) => panel.shares));
     const grid = html("div", { class: "multiples" });
     element.replaceChildren(grid);
-    const columns = Math.max(1, Math.min(shared.length, Math.floor((element.clientWidth || 640) / 250)));
+    const fitting = Math.floor((element.clientWidth || 640) / 250);
+    const columns = Math.max(1, Math.min(Math.max(2, shared.length), fitting));
     grid.style.setProperty("--columns", columns);
     const width = Math.max(200, Math.floor((element.clientWidth || 640) / columns) - 20);
     for (const panel of shared) grid.append(histogramPanel(panel, width, top, options));

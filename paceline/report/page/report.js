@@ -69,11 +69,11 @@
   // The table ---------------------------------------------------------------------------------------------------
 
   const COLUMNS = [
-    ["seconds to target", (row) => (row.reached ? P.number(row.seconds_to_target) : "–"), (row) => (row.reached < row.seeds && row.reached ? `${row.reached} of ${row.seeds} seeds` : null), "seconds_to_target"],
-    ["speed-up over one worker", (row) => (Number.isFinite(row.speed_up) ? `${P.number(row.speed_up)}×` : "–"), () => null, "speed_up"],
+    ["seconds to target", (row) => (row.reached ? P.fixed(row.seconds_to_target) : "–"), (row) => (row.reached < row.seeds && row.reached ? `${row.reached} of ${row.seeds} seeds` : null), "seconds_to_target"],
+    ["speed-up over one worker", (row) => (Number.isFinite(row.speed_up) ? `${P.fixed(row.speed_up)}×` : "–"), () => null, "speed_up"],
     ["final error", (row, percent) => (percent ? P.percent(row.final_error, 1) : P.number(row.final_error)), (row, percent) => (row.seeds > 1 && row.final_error_spread !== null ? `± ${percent ? P.percent(row.final_error_spread, 1) : P.number(row.final_error_spread, 2)}` : null), "final_error"],
-    ["MB sent", (row) => P.number(row.megabytes), () => null, "megabytes"],
-    ["mean staleness", (row) => P.number(row.mean_staleness), () => null, "mean_staleness"],
+    ["MB sent", (row) => P.fixed(row.megabytes), () => null, "megabytes"],
+    ["mean staleness", (row) => P.fixed(row.mean_staleness), () => null, "mean_staleness"],
     ["waiting", (row) => P.percent(row.waiting ?? NaN, 0), () => null, "waiting"],
     ["thrown away", (row) => P.percent(row.thrown_away ?? NaN, row.thrown_away > 0 && row.thrown_away < 0.01 ? 1 : 0), () => null, "thrown_away"],
     ["examples per second", (row) => P.number(row.examples_per_second), () => null, "examples_per_second"],
@@ -191,7 +191,8 @@
     if (!data.timelines.length) return section(title, null, html("p", { class: "empty" }, "No run has a timeline of its workers."));
     const text = "Each row is a worker. Where a colour other than computing is wide, the worker made no progress.";
     const name = (each) => (each.seed === null ? each.label : `${each.label}, seed ${each.seed}`);
-    const select = html("select", {}, data.timelines.map((each, k) => html("option", { value: k }, name(each))));
+    const first = Math.max(0, data.timelines.findIndex((each) => each.data.workers.length > 1));
+    const select = html("select", {}, data.timelines.map((each, k) => html("option", { value: k, selected: k === first }, name(each))));
     const body = html("div", { class: "timeline" });
     const note = html("p", { class: "hint muted" });
     const sums = html("details", { class: "sums" }, html("summary", {}, "Seconds of each worker"), html("div", { class: "scrolled" }));
@@ -225,7 +226,7 @@
     if (!rows.length) return section(title, "All workers were there from the start to the end.");
     const columns = ["at", "worker", "what", "run"];
     const lines = rows.map((row) =>
-      html("tr", {}, [P.quantity(row.seconds, "seconds"), `worker ${row.worker}`, row.what === "joined" && row.incarnation ? `joined again (incarnation ${row.incarnation})` : row.what, row.seed === null ? row.label : `${row.label}, seed ${row.seed}`].map((text) => html("td", { class: "left" }, text)))
+      html("tr", {}, [P.quantity(row.seconds, "seconds"), `worker ${row.worker}`, row.what === "joined" && row.incarnation ? `joined again (incarnation ${row.incarnation})` : row.what, row.seed === null ? row.label : `${row.label}, seed ${row.seed}`].map((text, k) => html("td", { class: k < 2 ? "left whole" : "left" }, text)))
     );
     const head = html("tr", {}, columns.map((name) => html("th", { scope: "col", class: "left" }, name)));
     const table = html("div", { class: "scrolled", tabindex: 0 }, html("table", {}, html("thead", {}, head), html("tbody", {}, lines)));
