@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import PacelineError
 from paceline.record.following import EventTail, RecordTail, RunTail
+from paceline.record.metrics import MetricsWriter
 from paceline.record.timeline import MAGIC, RECORD, Kind, Records, TimelineError, TimelineWriter, timeline_file
 
 EVENTS = st.lists(
@@ -192,3 +193,16 @@ def test_a_run_is_followed_through_late_files_and_a_resume(tmp_path: Path) -> No
     assert [event["time"] for event in news.events] == [1.0, 2.5]
     assert len(news.records[3]) == 2
     assert tail.read().events == []
+
+
+def test_lines_of_a_slow_run_are_written_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    tail = EventTail(tmp_path / "metrics.jsonl")
+    writer.write("step", step=1)
+    assert tail.events() == []
+    now += 0.6
+    writer.write("step", step=2)
+    assert [event["step"] for event in tail.events()] == [1, 2]
+    writer.close()

@@ -154,6 +154,7 @@ def test_a_resumed_run_is_another_life_of_the_same_incarnation() -> None:
         (Kind.WAITING, 0.3, "waiting"),
         (Kind.COMPUTING, 0.3, "computing"),
         (Kind.WAITING, 20.0, "computing"),  # the wait has ended when it is written: a straggler computes since
+        (Kind.EXCHANGING, 20.0, "computing"),
         (Kind.COMPUTING, 20.0, "waiting"),
         (Kind.CANCELLED, 0.3, "computing"),
         (Kind.EXCHANGING, 0.3, "exchanging"),
@@ -162,8 +163,15 @@ def test_a_resumed_run_is_another_life_of_the_same_incarnation() -> None:
 def test_the_state_of_now_follows_from_the_last_record(last: Kind, after: float, state: str) -> None:
     workers = Workers()
     workers.take(0, records_of((Kind.BEGAN, 0, 0, 0), (last, 1, 0, 1)), 1)
-    assert workers.listed()[0].state(NOW + 1 + after) == state
+    assert workers.listed()[0].state(NOW + 1 + after, served=True) == state
     assert workers.listed()[0].state(NOW + 1 + after, over=True) == "dead"
+
+
+@pytest.mark.parametrize(("served", "state"), [(False, "computing"), (True, "waiting")])
+def test_after_a_push_a_worker_waits_and_after_an_update_a_peer_computes(served: bool, state: str) -> None:
+    workers = Workers()
+    workers.take(0, records_of((Kind.WAITING, 0, 0, 1), (Kind.COMPUTING, 1, 1, 1), (Kind.EXCHANGING, 1, 2, 0.1)), 1)
+    assert workers.listed()[0].state(NOW + 9, served=served) == state
 
 
 def test_the_slowest_are_those_that_compute_longest_for_a_step() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -62,6 +62,13 @@ class TensorBoardExport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def export_runs(paths: Sequence[Path], folder: Path) -> None:
+    """Write runs and comparisons as far as they go."""
+    for path in paths:
+        with TensorBoardExport(path, folder):
+            pass
 
 
 def _writer_class() -> type[SummaryWriter]:

@@ -294,7 +294,7 @@ class _Training:
             save_every=config.save_every or pace[0],
             log_every=config.log_every,
             on_nan=config.on_nan,
-            config={"train": asdict(config)},
+            config={"train": asdict(config), "epochs": self.epochs},
         )
 
     def _pace(self) -> tuple[int, int]:

@@ -97,6 +97,7 @@ class LiveRun:
         self._latest, self._began = max(self._latest, at), min(self._began, at)
         kind = event["event"]
         if kind in ("step", "commit"):
+            self.workers.served = kind == "commit"
             self._take_update(event, at)
         elif kind == "epoch":  # of a sparse problem
             self._take_epoch(event, at)
@@ -146,7 +147,7 @@ class LiveRun:
         whole = since < self.history.reshaped
         now = self.now(over=over)
         workers = self.workers.listed()
-        states = [worker.state(now, over=over) for worker in workers]
+        states = [worker.state(now, over=over, served=self.workers.served) for worker in workers]
         since = -1 if whole else since
         return {
             "whole": whole,
@@ -167,10 +168,23 @@ class LiveRun:
             "counts": {state: states.count(state) for state in STATES},
             "cell": CELL,
             "cells": CELLS,
-            "workers": [_row(worker, now, over) | _strip(worker, since) for worker in workers[first : first + rows]],
-            "slowest": [_row(worker, now, over) for worker in self.workers.slowest(_SLOWEST)],
+            "workers": [
+                self._row(worker, now, over) | _strip(worker, since) for worker in workers[first : first + rows]
+            ],
+            "slowest": [self._row(worker, now, over) for worker in self.workers.slowest(_SLOWEST)],
             "changes": [list(change) for change in sorted(self.workers.changes)[-_CHANGES:]],
             "changed": dict(self.workers.counts),
+        }
+
+    def _row(self, worker: Worker, now: float, over: bool) -> dict[str, Any]:
+        return {
+            "rank": worker.rank,
+            "state": worker.state(now, over=over, served=self.workers.served),
+            "incarnation": worker.incarnation,
+            "step": worker.step,
+            "seconds_per_step": worker.seconds_per_step,
+            "waiting": worker.waiting_share(),
+            "dead": [list(each) for each in worker.dead_times(now, over=over)],
         }
 
     def _progress(self, now: float, *, over: bool) -> dict[str, Any]:
@@ -212,23 +226,13 @@ class LiveRun:
         }
 
     def _option(self, name: str) -> Any:
-        for part in ("train", "sparse"):
-            options = self.config.get(part)
-            if isinstance(options, dict):
-                return options.get(name, self.config.get(name))
-        return self.config.get(name)
-
-
-def _row(worker: Worker, now: float, over: bool) -> dict[str, Any]:
-    return {
-        "rank": worker.rank,
-        "state": worker.state(now, over=over),
-        "incarnation": worker.incarnation,
-        "step": worker.step,
-        "seconds_per_step": worker.seconds_per_step,
-        "waiting": worker.waiting_share(),
-        "dead": [list(each) for each in worker.dead_times(now, over=over)],
-    }
+        """An option of the run, or what the run has made of one that was not given."""
+        told = [
+            options[name]
+            for part in ("train", "sparse")
+            if isinstance(options := self.config.get(part), dict) and options.get(name) is not None
+        ]
+        return told[0] if told else self.config.get(name)
 
 
 def _strip(worker: Worker, since: int) -> dict[str, Any]:

@@ -58,13 +58,15 @@ class Worker:
     strip: Strip = field(default_factory=Strip)
     _lives: Lives = field(default_factory=Lives)
     _told: dict[Source, Lives] = field(default_factory=lambda: {"metrics": Lives(), "timeline": Lives()})
-    _last: Kind = Kind.BEGAN  # the kind of its last record
-    _until: float = -math.inf  # the end of that
+    _has_pushed: bool = False  # whether its last records are those of a push
+    _until: float = -math.inf  # the end of its last record
 
-    def state(self, now: float, *, over: bool = False) -> State:
+    def state(self, now: float, *, over: bool = False, served: bool = False) -> State:
         """What it does now: that which took most of the last second.
 
-        A span is written when it ends. After a second without any, the state is what follows the last one.
+        A span is written when it ends. After a second without any, the state is what follows the last one. Peers write
+        at the end of an update, so they compute then. Workers of a server write when they have the parameters, and then
+        compute, and when they have pushed, and then wait.
         """
         if self.gone == "left":
             return "left"
@@ -74,7 +76,7 @@ class Worker:
             return "expected"
         if now - self._until < _QUIET:
             return STATES[self.strip.mostly(_QUIET)]
-        return "waiting" if self._last is Kind.COMPUTING else "computing"
+        return "waiting" if served and self._has_pushed else "computing"
 
     @property
     def has_been(self) -> bool:
@@ -89,10 +91,9 @@ class Worker:
 
     def dead_times(self, now: float, *, over: bool = False) -> list[tuple[float, float]]:
         """When it was dead, up to now."""
-        if self.state(now, over=over) != "dead":
-            return list(self.deaths)
+        is_dead = self.gone == "died" or (over and self.gone is None)
         since = self.gone_at if self.gone == "died" else self._until
-        return [*self.deaths, (since, now)] if math.isfinite(since) else list(self.deaths)
+        return [*self.deaths, (since, now)] if is_dead and math.isfinite(since) else list(self.deaths)
 
     def take(self, records: Records, turn: int) -> Iterator[Change]:
         """Count its new records; give what they tell of its lives."""
@@ -137,8 +138,9 @@ class Worker:
 
     def _reach(self, records: Records) -> None:
         if len(records):
-            last = records[-1]
-            self._last, self._until = Kind(min(int(last["kind"]), Kind.DEAD)), float(last["start"] + last["duration"])
+            self._until = float(records["start"][-1] + records["duration"][-1])
+            kinds = records["kind"][-2:].tolist()
+            self._has_pushed = kinds[-1] == Kind.COMPUTING or kinds == [Kind.COMPUTING, Kind.EXCHANGING]
 
 
 class Workers:
@@ -147,6 +149,7 @@ class Workers:
     def __init__(self) -> None:
         self.changes: deque[Change] = deque(maxlen=_REMEMBERED)
         self.counts: Counter[Happening] = Counter()
+        self.served = False  # by a server
         self._all: dict[int, Worker] = {}
 
     def expect(self, number: int) -> None:
