@@ -41,6 +41,7 @@ from paceline.commands.sparse import (
     sparse_options,
     train_sparse_problem,
 )
+from paceline.commands.watch import watch
 from paceline.errors import CommError, PacelineError, UsageError, unknown_name
 from paceline.interrupts import INTERRUPTED, Interrupts, StopRequest, answered, end_at_once
 from paceline.launch.environment import read_world
@@ -88,6 +89,7 @@ cli.add_command(serve)
 cli.add_command(replay)
 cli.add_command(compare)
 cli.add_command(report)
+cli.add_command(watch)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

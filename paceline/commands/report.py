@@ -21,9 +21,16 @@ _PATH = PathType(path_type=Path)
 @click.option(
     "--trace", type=_PATH, metavar="FILE", help="Also write the timelines there, for Perfetto (.json or .gz)."
 )
+@click.option("--tensorboard", type=_PATH, metavar="DIR", help="Also write the runs there, for TensorBoard.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def report(
-    runs: tuple[Path, ...], out: Path | None, figures: Path | None, csv: Path | None, trace: Path | None, as_json: bool
+    runs: tuple[Path, ...],
+    out: Path | None,
+    figures: Path | None,
+    csv: Path | None,
+    trace: Path | None,
+    tensorboard: Path | None,
+    as_json: bool,
 ) -> None:
     """Write the report of one RUN, of several, or of a comparison: one HTML file that needs no network.
 
@@ -38,6 +45,10 @@ def report(
     from paceline.report.view import finite
 
     material = gather(runs)
+    if tensorboard is not None:
+        from paceline.report.tensorboard import export_runs
+
+        export_runs(runs, tensorboard)
     files = [write_page(material, out or default_file(runs))]
     if figures is not None:
         from paceline.report.figures import write_figures
@@ -57,6 +68,7 @@ def report(
     for failure in material.failures:
         click.echo(f"paceline: warning: {failure}", err=True)
     print_summary(rows)
-    for name, path in {"figures": figures, "numbers": csv, "trace": trace, "report": files[0]}.items():
+    written = {"figures": figures, "numbers": csv, "trace": trace, "tensorboard": tensorboard, "report": files[0]}
+    for name, path in written.items():
         if path is not None:
             print(f"{name}: {path}")

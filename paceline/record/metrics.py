@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.errors import PacelineError, UsageError
 
+_LATEST = 0.5  # seconds after which a line is written with the next one: someone may watch the run
 Value = Any  # number, string, None, or a tensor with one element
 
 
@@ -32,16 +33,18 @@ class MetricsWriter:
         self._file.truncate(self._length)
         self._pending: list[dict[str, Value]] = []
         self._flush_every = flush_every
+        self._flushed_at = time.monotonic()
 
     def write(self, event: str, /, **values: Value) -> None:
         """Add one line; ``time`` is seconds since the epoch. Values must be numbers or texts."""
         line = {name: as_number(value, name) for name, value in values.items()}
         self._pending.append({"event": event, "time": time.time(), **line})
-        if len(self._pending) >= self._flush_every:
+        if len(self._pending) >= self._flush_every or time.monotonic() - self._flushed_at >= _LATEST:
             self.flush()
 
     def flush(self) -> int:
         """Write the pending lines, all or none, and return the file's length."""
+        self._flushed_at = time.monotonic()
         lines = b"".join(_as_line(values) for values in self._pending)
         try:
             rest = lines

@@ -180,7 +180,7 @@ def read_run(
     path = Path(path)
     _check_directory(path)
     notes: list[str] = []
-    config = _read_config(path, notes)
+    config = read_config(path, notes)
     written = is_being_written(path)
     timeline = _read_timeline(path, written, notes)
     events = read_events(path, notes, metric=metric, higher_is_better=higher_is_better)
@@ -225,8 +225,8 @@ def read_comparison(path: str | os.PathLike[str]) -> Comparison:
     """Read a comparison, whole or partial; a run that cannot be read has its reason in the entry."""
     path = Path(path)
     _check_directory(path, COMPARISON)
-    header = _read_json(path / COMPARISON)
-    _check_format(path / COMPARISON, header)
+    header = read_json(path / COMPARISON)
+    check_format(path / COMPARISON, header)
     command = header.get("command")
     comparison = Comparison(
         path=path,
@@ -293,7 +293,8 @@ def _check_directory(path: Path, *wanted: str) -> None:
         raise UsageError(f"{path} {found}: wanted {' or '.join(names)} in it; name the directory of a run")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object; raise a ``UsageError`` if it does not."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -305,7 +306,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _check_format(file: Path, values: Mapping[str, Any]) -> None:
+def check_format(file: Path, values: Mapping[str, Any]) -> None:
+    """Raise if the values are of a format that is not known here."""
     if values.get("format", FORMAT) != FORMAT:
         raise UsageError(
             f"{file} has the format {str(values['format'])[:40]} of Paceline {str(values.get('paceline', '?'))[:40]}; "
@@ -313,13 +315,14 @@ def _check_format(file: Path, values: Mapping[str, Any]) -> None:
         )
 
 
-def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
+def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Read a run's configuration; what is odd about it goes into ``notes``."""
     file = path / "config.json"
     if not file.exists():
         notes.append("It has no config.json, so its policy and options are not known.")
         return {}
-    config = _read_json(file)
-    _check_format(file, config)
+    config = read_json(file)
+    check_format(file, config)
     version = str(config.get("paceline", __version__))
     if _release(version) > _release(__version__):
         notes.append(

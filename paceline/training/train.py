@@ -296,7 +296,7 @@ class _Training:
             keep=config.keep,
             log_every=config.log_every,
             on_nan=config.on_nan,
-            config={"train": asdict(config)},
+            config={"train": asdict(config), "epochs": self.epochs},
         )
 
     def _pace(self) -> tuple[int, int]:
