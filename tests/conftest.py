@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +31,11 @@ from paceline import native
 from paceline.commands.cli import main
 
 T = TypeVar("T")
+
+# A shell without job control starts background jobs with SIGINT ignored. Processes that tests start inherit that, and
+# those that are to end by Ctrl-C would never end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Bits depend on the number of threads; here, since fixtures of wider scope run before any function's.
 torch.set_num_threads(1)
@@ -55,6 +61,8 @@ def one_at_a_time(function: Callable[..., T]) -> Callable[..., T]:
 # prints a traceback, which parses its lines, while another draws an example, and Hypothesis reads its source.
 if sys.version_info < (3, 11, 8):
     ast.parse = one_at_a_time(ast.parse)
+
+_GLOO = "gloo"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -86,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         is_law = hypothesis.is_hypothesis_test(item.function) or item.get_closest_marker("laws")
         if soaking(config) and is_law:
             item.add_marker("soak")
-        if native.available() and hasattr(item, "callspec") and item.callspec.params.get("world") == "gloo":
+        if native.available() and hasattr(item, "callspec") and item.callspec.params.get("world") == _GLOO:
             test = item.nodeid.partition("[")[0]
             if test in over_gloo:
                 item.add_marker("soak")
@@ -147,6 +155,18 @@ def _one_thread_and_fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """A thread that a test leaves behind would draw from the random streams of the tests after it."""
+    before = set(threading.enumerate())
+    yield
+    end = time.monotonic() + 10
+    # One that waits in Gloo for a worker that has failed cannot be ended. It fails at its timeout, and does no more.
+    while left := [each.name for each in threading.enumerate() if each not in before and each.name != _GLOO]:
+        assert time.monotonic() < end, f"the test has left threads: {left}"
+        time.sleep(0.005)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The directory of real data sets, or a skip: a user's machine has none."""
@@ -166,7 +186,7 @@ class World:
 
     def _group(self, store: Any, rank: int, workers: int, timeout: float) -> Any:
         """Workers meet however late they come; the timeout is that of their calls."""
-        if self._backend == "gloo":
+        if self._backend == _GLOO:
             group = dist.ProcessGroupGloo(store, rank, workers, timedelta(seconds=self.deadline))
             group._set_default_timeout(timedelta(seconds=timeout))
             return group
@@ -176,7 +196,7 @@ class World:
 
     @contextlib.contextmanager
     def _short_calls(self, timeout: float) -> Iterator[None]:
-        if self._backend == "gloo":
+        if self._backend == _GLOO:
             yield
             return
         from shared_ranks import hurried
@@ -193,31 +213,41 @@ class World:
         store = dist.HashStore()  # type: ignore[attr-defined]
         results: dict[int, T] = {}
         failures: list[BaseException] = []
+        groups: list[Any] = []
 
         def worker(rank: int) -> None:
             try:
-                results[rank] = work(self._group(store, rank, workers, timeout))
+                group = self._group(store, rank, workers, timeout)
+                groups.append(group)
+                results[rank] = work(group)
             except BaseException as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=worker, args=(rank,), daemon=True) for rank in range(workers)]
+        threads = [
+            threading.Thread(target=worker, args=(rank,), daemon=True, name=self._backend) for rank in range(workers)
+        ]
         for thread in threads:
             thread.start()
         end = time.monotonic() + self.deadline
-        # A failed worker's neighbours wait for it until their group's timeout; nobody here waits for them.
         while any(thread.is_alive() for thread in threads) and not failures and time.monotonic() < end:
             threads[0].join(0.01)
             time.sleep(0.001)
         if failures:
-            raise failures[0]
+            failure = failures[0]
+            # Its neighbours wait for it until their group's timeout.
+            for group in groups:
+                group.abort()
+            for thread in threads:
+                thread.join(timeout if self._backend != _GLOO else 0)
+            raise failure
         assert len(results) == workers, f"workers {sorted(set(range(workers)) - set(results))} are still running"
         return [results[rank] for rank in range(workers)]
 
 
-@pytest.fixture(params=["gloo", "shared memory"])
+@pytest.fixture(params=[_GLOO, "shared memory"])
 def world(request: pytest.FixtureRequest) -> World:
     """Workers as threads, over each way of agreeing on one host."""
-    if request.param != "gloo" and not native.available():
+    if request.param != _GLOO and not native.available():
         pytest.skip(native.reason())
     return World(request.param)
 

@@ -71,6 +71,7 @@ class Life:
     operations: Callable[[], int] = lambda: 0  # that it has done with others
     result: Any = None
     killed: bool = False
+    failed: bool = False
 
 
 def nobody_dies(*_: object) -> None:
@@ -114,9 +115,19 @@ class Mortals:
                     faulthandler.dump_traceback()
                     raise AssertionError([thread.name for thread in self._threads if thread.is_alive()])
                 time.sleep(0.002)
-        if self._failures:
-            raise self._failures[0]
+            if self._failures:
+                failure = self._failures[0]
+                self._end_the_others()
+                raise failure
         return [life.result for life in sorted(self.lives, key=lambda life: life.member) if not life.killed]
+
+    def _end_the_others(self) -> None:
+        """Let those that are left go on without the ones that have failed, so that no thread outlives the test."""
+        for life in self.lives:
+            if life.failed:
+                RunLog(self.log).append("died", life.member)
+        for thread in self._threads:
+            thread.join(DEADLINE)
 
     def _start(self, member: Member) -> None:
         life = Life(member)
@@ -139,6 +150,7 @@ class Mortals:
         except SystemExit:  # came too late
             life.killed = True
         except BaseException as error:
+            life.failed = True
             self._failures.append(error)
 
     def _take_seat(self) -> Seat:

@@ -58,6 +58,21 @@ for warning in told:
     print(warning.message)
 """
 
+# A thread of Gloo that lets go of a tensor while the interpreter ends aborts the process.
+LEFT = """
+from pathlib import Path
+from paceline.peers.group import leave_default_group, make_default_group
+make_default_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+import torch.distributed.nn.functional  # as an optimizer does when it is made
+torch.distributed.all_reduce(torch.ones(3))
+kept = [torch.distributed.group.WORLD]
+kept.append(kept)
+del kept
+leave_default_group()
+names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+assert not [name for name in names if "gloo" in name], names
+"""
+
 
 NAMED = """
 import torch
@@ -98,7 +113,8 @@ def test_imported_before_torch() -> None:
 
 
 def test_imported_after_torch_and_without_the_compiled_module() -> None:
-    ended = run(LAST)
+    """Then it is Gloo, of which no thread outlives the default group."""
+    ended = run(LAST + LEFT)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert re.fullmatch(r"backend 'paceline' uses Gloo: on rank 0, the compiled module is missing .*\n", ended.stdout)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from paceline.bench.workloads import WORKLOADS
 from paceline.launch.supervisor import supervise
+from paceline.peers.group import leave_default_group, make_default_group
 
 Row = dict[str, Any]
 
@@ -59,12 +60,12 @@ def be_worker(measure: Callable[[], list[Row]], file: str | Path, backend: str =
     """Run one of the workers: measure with the others; worker 0 writes the rows."""
     torch.set_num_threads(1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Gloo prints to stdout, which is for results
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    make_default_group(backend, timeout=timedelta(minutes=5))
     rows = measure()
     if dist.get_rank() == 0:
         Path(file).write_text(json.dumps(rows))
     dist.barrier()
-    dist.destroy_process_group()
+    leave_default_group()
 
 
 def median_seconds(step: Callable[[int], None], steps: int) -> float:

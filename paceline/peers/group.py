@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import itertools
 import json
 from collections import deque
@@ -215,11 +216,28 @@ def default_peers(device: torch.device, rank_and_size: tuple[int, int] | None = 
         if device.type == "cuda":
             torch.cuda.set_device(device)
         rank, size = rank_and_size if rank_and_size is not None else (-1, -1)
-        dist.init_process_group("nccl" if device.type == "cuda" else NAME, rank=rank, world_size=size)
-        atexit.register(_leave_default_group)
+        make_default_group("nccl" if device.type == "cuda" else NAME, rank=rank, world_size=size)
+        atexit.register(leave_default_group)
     return Peers(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
 
 
-def _leave_default_group() -> None:
+def make_default_group(backend: str, **options: Any) -> None:
+    """Make torch's default group, so that ``leave_default_group`` can end it and its threads.
+
+    Functions of the module imported here have the default group of that moment as a default argument. If an optimizer
+    imports it later, they keep the group alive.
+    """
+    import torch.distributed.nn.functional  # noqa: F401
+
+    dist.init_process_group(backend, **options)
+
+
+def leave_default_group() -> None:
+    """Leave torch's default group, if there is one, before the interpreter ends.
+
+    A thread of Gloo that lets go of a tensor later than that aborts the process (pytorch's issue 190489). It ends when
+    nothing refers to the group any more, and a session that is garbage still does.
+    """
     if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
