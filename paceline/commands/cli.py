@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,8 +21,10 @@ import click
 from paceline.commands.compare import compare
 from paceline.commands.options import (
     PathType,
+    check_problem_name,
     codec_option,
     delay_options,
+    free_directory,
     needs_server,
     processes_per_worker,
     read_delay,
@@ -191,7 +193,7 @@ def train(
         return
     refuse_sparse_options(given, options["problem"])
     if resume is None:
-        _check_problem_name(options["problem"])
+        check_problem_name(options["problem"], *NAMES)
     for name in OWN:
         del options[name]
     asking = "--servers" if servers > 1 else None
@@ -257,53 +259,25 @@ def _train_here(config: TrainConfig, problem: Problem, quiet: bool) -> dict[str,
 def _train_on(
     workers: int, config: TrainConfig, server: ServerOptions, quiet: bool, environment: dict[str, str] | None
 ) -> dict[str, Any]:
-    """Train on several workers, each running the hidden command ``train-worker``."""
-    from paceline.launch.supervisor import supervise
+    """Train on several workers."""
     from paceline.report.terminal import ProgressLine
-    from paceline.training.train import Progress
+    from paceline.training.on_workers import WorkersFailed, train_on_workers
 
-    results: dict[int, dict[str, Any]] = {}
-    stopped: list[bool] = []
-    shown = 0
     with contextlib.ExitStack() as stack:
         line = None if quiet else stack.enter_context(ProgressLine(f"{config.problem} x {workers}"))
-
-        def hear(rank: int, report: dict[str, Any]) -> None:
-            """Take results and progress from any worker: all report the same, and under a server any may be killed."""
-            nonlocal shown
-            if report["event"] == "result":
-                results[rank] = report["result"]
-            elif report["event"] == "progress" and "progress" in report and line is not None and report["step"] > shown:
-                shown = report["step"]
-                line(Progress(**report["progress"]))
-
-        code = supervise(
-            _worker_command(config),
-            workers=workers,
-            per_device=processes_per_worker(config.policy),
-            environment=environment,
-            on_report=hear,
-            on_stop=lambda: stopped.append(True),
-            server=server,
-        )
-    if stopped:
-        raise KeyboardInterrupt
-    if code != 0 or not results:
-        sys.exit(code or 1)
-    # Of those that were there from the start, if one has joined late.
-    return results[min(results, key=lambda rank: (results[rank]["resumed_at"], rank))]
-
-
-def _worker_command(config: TrainConfig) -> list[str]:
-    return ["-m", "paceline", "train-worker", json.dumps(dataclasses.asdict(config))]
+        try:
+            return train_on_workers(config, workers, server, environment=environment, watch=line)
+        except WorkersFailed as failed:  # the supervisor has said why
+            sys.exit(failed.code)
 
 
 def _settle_learners(config: TrainConfig, workers: int, environment: dict[str, str] | None) -> TrainConfig:
     """Find how many learners each worker should have, if the policy leaves that open."""
     from paceline.commands.learners import settle_learners
+    from paceline.training.on_workers import worker_command
 
     def command(policy: str) -> list[str]:
-        return _worker_command(dataclasses.replace(config, policy=policy))
+        return worker_command(dataclasses.replace(config, policy=policy))
 
     return dataclasses.replace(config, policy=settle_learners(config.policy, workers, command, environment))
 
@@ -355,13 +329,6 @@ def _typed(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if context.get_parameter_source(name) != default}
 
 
-def _check_problem_name(name: str) -> None:
-    from paceline.problems.load import PROBLEMS
-
-    if name not in PROBLEMS and ".py" not in name:
-        raise unknown_name("problem", name, [*PROBLEMS, *NAMES])
-
-
 def _is_on_command_line(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
 
@@ -388,24 +355,7 @@ def _saved_options(run: str) -> dict[str, Any]:
 
 
 def _free_run(problem: str) -> str:
-    return str(_free_directory("run", lambda number: f"runs/{problem}-{number}"))
-
-
-def _free_directory(option: str, name: Callable[[int], str]) -> Path:
-    """Make the first directory of ``name(1)``, ``name(2)``, ... that does not exist yet."""
-    number = 1
-    while True:
-        path = Path(name(number))
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise UsageError(
-                f"cannot make the directory {path}: {error.strerror}; choose one with --{option}"
-            ) from error
-        else:
-            return path
+    return str(free_directory("run", lambda number: f"runs/{problem}-{number}"))
 
 
 class _Studies(click.Group):
@@ -490,7 +440,7 @@ def _show_study(
     interrupts.show_results()
     # Print even if writing fails, and write before printing: the disk may be full, or stdout a closed pipe.
     try:
-        out = out or _free_directory("out", lambda number: folder if number == 1 else f"{folder}-{number}")
+        out = out or free_directory("out", lambda number: folder if number == 1 else f"{folder}-{number}")
         write_result(result, out)
     finally:
         if as_json:

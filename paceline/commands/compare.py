@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.commands.options import PathType, codec_option
+from paceline.commands.options import PathType, check_problem_name, codec_option, free_directory
 from paceline.commands.sparse import NAMES
-from paceline.errors import PacelineError, UsageError, unknown_name
+from paceline.errors import UsageError
 from paceline.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -22,16 +21,6 @@ if TYPE_CHECKING:
     from paceline.problems import Problem
 
 _DEFAULT = ("all-reduce", "k-sync(k=3)", "async", "local-sgd(every=8)")
-_COLUMNS = {
-    "policy": "",
-    "seconds": "s",
-    "speed-up": ".2f",
-    "error": ".4f",
-    "MB": ".1f",
-    "staleness": ".2f",
-    "waiting": ".0%",
-    "thrown away": ".0%",
-}
 
 
 class _SeveralPolicies(click.Command):
@@ -96,17 +85,16 @@ def compare(context: click.Context, /, out: Path | None, resume: Path | None, as
     else:
         comparison, problem = _begun(out, options)
     from paceline.comparing import compare as comparing
-    from paceline.comparing.figures import rows_of
+    from paceline.report.page import write_report
     from paceline.report.terminal import progress_bar
 
     interrupted = False
     with progress_bar() as tell:
         try:
-            comparing.compare(comparison, problem, tell, _write_report)
+            comparing.compare(comparison, problem, tell, write_report)
         except KeyboardInterrupt:
             interrupted = True
-    rows = rows_of(comparison)
-    _show(comparison, rows, as_json)
+    _show(comparison, as_json)
     if interrupted:
         message = f"interrupted; go on with: paceline compare --resume {comparison.path}"
     elif failed := [entry for entry in comparison.entries if entry.status == "failed"]:
@@ -128,13 +116,13 @@ def _begun(out: Path | None, options: dict[str, Any]) -> tuple[Comparison, Probl
             f"problem {name} is sparse: threads of one process train it, and compare is for problems with a model; "
             "compare its policies with paceline train, or with paceline study hogwild"
         )
-    _check_problem_name(name)
+    check_problem_name(name)
     if out is not None and (out / FILE).exists():
         raise UsageError(f"{out} already holds a comparison; go on with it (--resume {out}), or choose another --out")
     policies = [piece.strip() for text in options.pop("policies") for piece in split_outside_brackets(text)]
     checked = CompareOptions(policies=tuple(filter(None, policies)) or _DEFAULT, **options)
     problem = checked.check()
-    path = out or _free_directory(f"runs/compare-{problem.name}")
+    path = out or free_directory("out", lambda number: f"runs/compare-{problem.name}-{number}")
     return Comparison.begin(path, checked, problem, ["paceline", *sys.argv[1:]]), problem
 
 
@@ -153,56 +141,24 @@ def _resumed(context: click.Context, path: Path) -> tuple[Comparison, Problem]:
     return comparison, comparison.options.check()
 
 
-def _check_problem_name(name: str) -> None:
-    from paceline.problems.load import PROBLEMS
+def _show(comparison: Comparison, as_json: bool) -> None:
+    from paceline.report.groups import summarise
+    from paceline.report.material import gather
+    from paceline.report.page import REPORT
+    from paceline.report.table import print_summary
+    from paceline.report.view import finite
 
-    if name not in PROBLEMS and ".py" not in name:
-        raise unknown_name("problem", name, PROBLEMS)
-
-
-def _free_directory(name: str) -> Path:
-    number = 1
-    while (path := Path(f"{name}-{number}")).exists():
-        number += 1
-    return path
-
-
-def _write_report(path: Path) -> Path | None:
-    """Write the HTML report of the comparison so far, as far as this installation can."""
-    if importlib.util.find_spec("paceline.report.page") is None:
-        return None
-    try:
-        return Path(importlib.import_module("paceline.report.page").write_report(path))
-    except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
-        return None
-
-
-def _show(comparison: Comparison, rows: list[dict[str, Any]], as_json: bool) -> None:
-    from paceline.report.table import print_table
-
-    report = comparison.path / "report.html"
+    material, report = gather(comparison.path), comparison.path / REPORT
+    rows = summarise(material.groups)
     if as_json:
         told = {"problem": comparison.problem, "metric": comparison.metric, "target": comparison.target}
-        where = {"comparison": str(comparison.path), "report": str(report) if report.exists() else None}
-        print(json.dumps({**told, "virtual": comparison.options.virtual, "rows": rows, **where}))
+        where = {"comparison": str(comparison.path), "report": str(report)}
+        summary = finite([dataclasses.asdict(row) for row in rows])
+        failures = list(material.failures)
+        print(
+            json.dumps({**told, "virtual": comparison.options.virtual, "rows": summary, "failures": failures, **where})
+        )
         return
-    print(f"{comparison.problem} on {comparison.options.workers} workers, to {comparison.metric} {comparison.target:g}")
-    print_table([_cells(row) for row in rows], _COLUMNS)
-    print(f"report: {report}" if report.exists() else f"comparison: {comparison.path}")
-
-
-def _cells(row: dict[str, Any]) -> dict[str, Any]:
-    seconds = None if row["seconds"] is None else f"{row['seconds']:.2f}"
-    if seconds is not None and row["half"] is not None:
-        seconds += f" +- {row['half']:.2f}"
-    return {
-        "policy": row["policy"],
-        "seconds": seconds,
-        "speed-up": row["speedup"],
-        "error": row["error"],
-        "MB": row["megabytes"],
-        "staleness": row["staleness"],
-        "waiting": row["waiting"],
-        "thrown away": row["thrown_away"],
-    }
+    print(material.sentence)
+    print_summary(rows)
+    print(f"report: {report}")

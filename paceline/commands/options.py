@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown_name
 
 
 class PathType(click.Path):
@@ -107,3 +108,28 @@ def read_delay(text: str | None, unit: str | None, workers: int | None) -> tuple
     seconds = parse_unit(unit or "1s")
     InjectedDelays(text, seconds, seed=0, worker=0)  # refuses delays that only virtual workers can have
     return text, seconds
+
+
+def free_directory(option: str, name: Callable[[int], str]) -> Path:
+    """Make the first directory of ``name(1)``, ``name(2)``, ... that does not exist yet."""
+    number = 1
+    while True:
+        path = Path(name(number))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the directory {path}: {error.strerror}; choose one with --{option}"
+            ) from error
+        else:
+            return path
+
+
+def check_problem_name(name: str, *more: str) -> None:
+    """Raise if no problem of this name is known, nor one of ``more``; a file of the user's may have any name."""
+    from paceline.problems.load import PROBLEMS
+
+    if name not in PROBLEMS and ".py" not in name:
+        raise unknown_name("problem", name, [*PROBLEMS, *more])

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.comparing.figures import write_evaluations
+from paceline.comparing.evaluations import write_evaluations
 from paceline.comparing.options import POINTS, CompareOptions
-from paceline.errors import PacelineError
 from paceline.launch.service import ServerOptions
-from paceline.launch.supervisor import supervise
-from paceline.policies import PeersPolicy, ServerPolicy, parse_policy
+from paceline.policies import ServerPolicy, parse_policy
 from paceline.problems import Problem
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 from paceline.record.metrics import read_metrics
+from paceline.training.on_workers import train_on_workers
 from paceline.training.threads import wants_one_thread
 from paceline.training.train import TrainConfig, evaluate, make_model
-
-
-class TrainingFailed(PacelineError):
-    """A training of a comparison has failed; the others go on."""
 
 
 def train_real(
@@ -42,35 +35,15 @@ def train_real(
 def _train(
     options: CompareOptions, problem: Problem, arm: str, config: TrainConfig, tell: Callable[[float], None]
 ) -> float:
-    results: list[dict[str, Any]] = []
-    failures: list[str] = []
-    stopped: list[bool] = []
-
-    def hear(rank: int, report: dict[str, Any]) -> None:
-        if report["event"] == "result":
-            results.append(report["result"])
-        elif report["event"] == "progress" and "progress" in report:
-            tell(report["progress"]["step"] / max(1, report["progress"]["total_steps"]))
-        elif report["event"] == "failed":
-            failures.append(" ".join(str(report["first_message"]).split()))
-
-    policy = parse_policy(config.policy)
     small = wants_one_thread(config.problem, problem, config.batch_size or problem.recipe.batch_size)
-    code = supervise(
-        ["-m", "paceline", "train-worker", json.dumps(dataclasses.asdict(config))],
-        workers=options.workers_of(arm),
-        per_device=policy.processes_per_worker if isinstance(policy, PeersPolicy) else 1,
+    result = train_on_workers(
+        config,
+        options.workers_of(arm),
+        ServerOptions(needed=isinstance(parse_policy(config.policy), ServerPolicy), delay=options.real_delay),
         environment={**os.environ, "OMP_NUM_THREADS": "1"} if small else None,
-        on_report=hear,
-        on_stop=lambda: stopped.append(True),
-        server=ServerOptions(needed=isinstance(policy, ServerPolicy), delay=options.real_delay),
+        watch=lambda progress: tell(progress.step / max(1, progress.total_steps)),
     )
-    if stopped:
-        raise KeyboardInterrupt
-    if code != 0 or not results:
-        raise TrainingFailed(failures[0] if failures else f"its processes ended with code {code}")
-    sys.stdout.flush()
-    return float(results[0]["seconds"])
+    return float(result["seconds"])
 
 
 def _evaluate(config: TrainConfig, problem: Problem, run: Path) -> None:

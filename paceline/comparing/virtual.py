@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.comparing.figures import write_evaluations
+from paceline.comparing.evaluations import write_evaluations
 from paceline.comparing.options import POINTS, CompareOptions
 from paceline.problems import Problem
 from paceline.threads import one_thread

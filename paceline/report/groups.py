@@ -50,9 +50,10 @@ class Row:
     seeds: int
     reached: int  # seeds that reached the target
     seconds_to_target: float  # mean of those
+    seconds_spread: float  # half of the largest less the smallest of those
     speed_up: float  # time of one worker to the target over this one's
     final_error: float
-    final_error_spread: float  # half of the largest less the smallest
+    final_error_spread: float  # likewise
     megabytes: float
     mean_staleness: float
     waiting: float  # share of all workers' time
@@ -103,9 +104,10 @@ def _summarise(group: Group, base: Group | None) -> Row:
         seeds=len(group.runs),
         reached=sum(math.isfinite(each) for each in times),
         seconds_to_target=_mean(times),
+        seconds_spread=_spread(times),
         speed_up=serial_time / _mean(times),
         final_error=_mean(errors),
-        final_error_spread=(max(errors) - min(errors)) / 2 if errors else math.nan,
+        final_error_spread=_spread(errors),
         megabytes=_mean(run.bytes for run in group.runs) / 1e6,
         mean_staleness=_mean(run.mean_staleness for run in group.runs),
         waiting=_mean(share_of(run, "waiting") for run in group.runs),
@@ -125,6 +127,11 @@ def share_of(run: RunData, kind: str) -> float:
 def _mean(values: Iterable[float]) -> float:
     known = [value for value in values if math.isfinite(value)]
     return math.fsum(known) / len(known) if known else math.nan
+
+
+def _spread(values: Iterable[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return (max(known) - min(known)) / 2 if known else math.nan
 
 
 def mean_curve(curves: Sequence[tuple[Floats, Floats]]) -> Curve | None:

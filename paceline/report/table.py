@@ -40,5 +40,9 @@ def print_summary(rows: Sequence[Row]) -> None:
     for row in rows:
         values = dataclasses.asdict(row)
         known = {name: None if isinstance(each, float) and math.isnan(each) else each for name, each in values.items()}
+        if row.seeds > 1 and known["seconds_to_target"] is not None:
+            known["seconds_to_target"] = f"{row.seconds_to_target:.3g} +- {row.seconds_spread:.2g}"
         shown.append({title: known[name] for name, title in _SUMMARY.items()})
-    print_table(shown, dict(zip(_SUMMARY.values(), _FORMATS, strict=True)))
+    several = any(row.seeds > 1 for row in rows)
+    formats = ["", ">" if several else ".3g", *_FORMATS[2:]]
+    print_table(shown, dict(zip(_SUMMARY.values(), formats, strict=True)))
