@@ -21,9 +21,16 @@ _PATH = PathType(path_type=Path)
 @click.option(
     "--trace", type=_PATH, metavar="FILE", help="Also write the timelines there, for Perfetto (.json or .gz)."
 )
+@click.option("--target", type=float, help="Of the metric, for the time to it.  [default: the comparison's]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def report(
-    runs: tuple[Path, ...], out: Path | None, figures: Path | None, csv: Path | None, trace: Path | None, as_json: bool
+    runs: tuple[Path, ...],
+    out: Path | None,
+    figures: Path | None,
+    csv: Path | None,
+    trace: Path | None,
+    target: float | None,
+    as_json: bool,
 ) -> None:
     """Write the report of one RUN, of several, or of a comparison: one HTML file that needs no network.
 
@@ -37,7 +44,7 @@ def report(
     from paceline.report.table import print_summary
     from paceline.report.view import finite
 
-    material = gather(runs)
+    material = gather(runs, target=target)
     files = [write_page(material, out or default_file(runs))]
     if figures is not None:
         from paceline.report.figures import write_figures
