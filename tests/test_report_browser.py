@@ -88,7 +88,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def view(page: Page) -> dict[str, float]:
     page.settle()
-    seen: dict[str, float] = page.run("Paceline.shownTimeline.view")
+    seen: dict[str, float] = page.run("Paceline.shownTimelines[0].view")
     return seen
 
 
@@ -153,7 +153,7 @@ def test_the_timeline_is_zoomed_and_moved_by_mouse_keys_and_buttons(browser: Bro
         assert page.run(wheel) and length(page) == whole, "a reader who scrolls past it must not be caught"
         page.click(x, y)
         page.mouse("mouseWheel", x, y, deltaX=0, deltaY=-300)
-        page.wait_for("Paceline.shownTimeline.view.from > 0")
+        page.wait_for("Paceline.shownTimelines[0].view.from > 0")
         zoomed = view(page)
         assert length(page) == pytest.approx(whole / 2.718, rel=0.01)
         page.mouse("mousePressed", x, y, button="left", clickCount=1)
@@ -197,6 +197,11 @@ def test_another_run_and_another_scale_are_shown(browser: Browser, report: str) 
         page.run("document.querySelector('select').value = 0")
         page.run("document.querySelector('select').dispatchEvent(new Event('change'))")
         assert page.run("[...document.querySelectorAll('.timeline ~ details tbody tr')].length") == 1
+        page.run("document.querySelectorAll('select')[1].value = 4")
+        page.run("document.querySelectorAll('select')[1].dispatchEvent(new Event('change'))")
+        page.run("Paceline.shownTimelines[1].zoom(0.5)")
+        one, other = page.run("Paceline.shownTimelines.map((each) => each.view)")
+        assert one == other and one["from"] > 0, "both have one scale of time"
         link = "document.querySelector('a[download=\"summary.csv\"]')"
         page.run(f"{link}.focus()")
         assert page.run(f"decodeURIComponent({link}.href)").startswith("data:text/csv;charset=utf-8,policy,seeds")
@@ -273,11 +278,11 @@ def test_a_million_spans_are_drawn_in_a_moment(browser: Browser, tmp_path: Path)
     with browser.page(write_report(make_million(tmp_path / "million")).as_uri()) as page:
         script = """(() => {
           const began = performance.now();
-          for (let k = 0; k < 10; k++) Paceline.shownTimeline.draw();
+          for (let k = 0; k < 10; k++) Paceline.shownTimelines[0].draw();
           return (performance.now() - began) / 10;
         })()"""
         whole: Any = page.run(script)
-        page.run("Paceline.shownTimeline.zoom(0.05)")
+        page.run("Paceline.shownTimelines[0].zoom(0.05)")
         page.settle()
         print(f"{whole:.1f} ms for the whole run, {page.run(script):.1f} ms zoomed in 20 times")
         assert colours_of_canvas(page) > 3 and page.complaints == []

@@ -55,6 +55,13 @@ def test_lines_of_some_steps_alone_count_the_others_too(tmp_path: Path) -> None:
     assert read_run(path).examples == 60 * 32 * 4
 
 
+def test_replicas_that_differ_tell_the_examples_of_one_worker(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "one", policy="local-sgd(every=8)")
+    text = (path / "metrics.jsonl").read_text().replace('"workers_waited"', '"other"').replace("128", "32")
+    (path / "metrics.jsonl").write_text(text)
+    assert read_run(path).examples == 60 * 32 * 4
+
+
 def test_evaluations_that_were_made_later_count_as_well(tmp_path: Path) -> None:
     path = make_run(tmp_path / "one")
     late = {"time": EPOCH + 1.0, "step": 20, "examples": 7.0, "bytes": 9.0, "test_loss": 0.5, "accuracy": 0.75}

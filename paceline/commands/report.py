@@ -22,6 +22,7 @@ _PATH = PathType(path_type=Path)
     "--trace", type=_PATH, metavar="FILE", help="Also write the timelines there, for Perfetto (.json or .gz)."
 )
 @click.option("--tensorboard", type=_PATH, metavar="DIR", help="Also write the runs there, for TensorBoard.")
+@click.option("--target", type=float, help="Of the metric, for the time to it.  [default: the comparison's]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def report(
     runs: tuple[Path, ...],
@@ -30,6 +31,7 @@ def report(
     csv: Path | None,
     trace: Path | None,
     tensorboard: Path | None,
+    target: float | None,
     as_json: bool,
 ) -> None:
     """Write the report of one RUN, of several, or of a comparison: one HTML file that needs no network.
@@ -44,7 +46,7 @@ def report(
     from paceline.report.table import print_summary
     from paceline.report.view import finite
 
-    material = gather(runs)
+    material = gather(runs, target=target)
     if tensorboard is not None:
         from paceline.report.tensorboard import export_runs
 

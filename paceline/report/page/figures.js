@@ -503,10 +503,6 @@
       { class: "figure", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": options.label ?? "" },
       defs,
     );
-    if (Number.isFinite(data.mark) && total > 0) {
-      const at = (data.mark / total) * width;
-      drawing.append(svg("line", { class: "target", x1: at, x2: at, y1: 0, y2: data.rows.length * each }));
-    }
     data.rows.forEach((row, number) => {
       const top = number * each;
       drawing.append(
@@ -533,6 +529,10 @@
         if (part.text) piece.append(svg("title", {}, part.text));
         drawing.append(piece);
         start += length;
+      }
+      if (Number.isFinite(data.mark) && total > 0) {
+        const at = (data.mark / total) * width;
+        drawing.append(svg("line", { class: "target", x1: at, x2: at, y1: top + 18, y2: top + 40 }));
       }
     });
     element.replaceChildren(drawing, ...(options.kinds ? [P.kindLegend(options.kinds)] : []));

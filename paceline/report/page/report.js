@@ -122,6 +122,7 @@
   ];
 
   function summary(data) {
+    const columns = COLUMNS.filter(([, , , key]) => data.summary.some((row) => Number.isFinite(row[key])));
     const known = data.summary.map((row) => row.seconds_to_target).filter((each) => Number.isFinite(each));
     const best = Math.min(...known);
     const rows = data.summary.map((row) =>
@@ -129,7 +130,7 @@
         "tr",
         {},
         html("th", { scope: "row" }, row.label),
-        COLUMNS.map(([name, show, small, key]) => {
+        columns.map(([name, show, small, key]) => {
           const text = show(row, data.error.percent);
           const wins = key === "seconds_to_target" && row[key] === best && known.length > 1;
           const under = small(row, data.error.percent);
@@ -150,12 +151,12 @@
         "tr",
         {},
         html("th", { scope: "col" }, "policy"),
-        COLUMNS.map(([name]) => html("th", { scope: "col" }, name)),
+        columns.map(([name]) => html("th", { scope: "col" }, name)),
       ),
     );
     const link = P.csvLink("summary", () => [
-      ["policy", "seeds", ...COLUMNS.map(([, , , key]) => key)],
-      ...data.summary.map((row) => [row.label, row.seeds, ...COLUMNS.map(([, , , key]) => row[key])]),
+      ["policy", "seeds", ...columns.map(([, , , key]) => key)],
+      ...data.summary.map((row) => [row.label, row.seeds, ...columns.map(([, , , key]) => row[key])]),
     ]);
     const whole = section("Summary", null, html("table", { class: "cards" }, head, html("tbody", {}, rows)));
     whole.append(
@@ -217,23 +218,19 @@
 
   function loss(data) {
     const series = data.curves.loss;
-    const { whole, body } = panel(
-      "Training loss against time",
-      series.length ? P.csvLink("training-loss", curveRows(series, "seconds")) : null,
-    );
-    P.responsive(body, () =>
-      P.drawCurves(
-        body,
-        { series },
-        {
-          xLabel: "wall-clock time",
-          xUnit: "seconds",
-          yLabel: "training loss",
-          empty: "No line of metrics has a loss.",
-        },
-      ),
-    );
-    return section("Training loss", null, whole);
+    const values = series.flatMap((each) => each.y).filter((value) => value > 0);
+    let scale = Math.max(...values) > 20 * Math.min(...values) ? "log" : "linear";
+    const link = series.length ? P.csvLink("training-loss", curveRows(series, "seconds")) : null;
+    const { whole, body } = panel("Training loss against time", link);
+    const axes = { xLabel: "wall-clock time", xUnit: "seconds", yLabel: "training loss" };
+    const empty = "No line of metrics has a loss.";
+    const draw = () => P.drawCurves(body, { series }, { ...axes, yScale: scale, empty });
+    P.responsive(body, draw);
+    const scales = choice("scale of losses", ["log", "linear"], scale, (chosen) => {
+      scale = chosen;
+      draw();
+    });
+    return section("Training loss", null, html("div", { class: "controls" }, scales), whole);
   }
 
   // Speed -------------------------------------------------------------------------------------------------------
@@ -345,44 +342,75 @@
     const title = "Timeline";
     if (!data.timelines.length)
       return section(title, null, html("p", { class: "empty" }, "No run has a timeline of its workers."));
-    const text = "Each row is a worker. Where a colour other than computing is wide, the worker made no progress.";
-    const name = (each) => (each.seed === null ? each.label : `${each.label}, seed ${each.seed}`);
+    const several = data.timelines.length > 1;
+    const text =
+      "Each row is a worker; only in the time of computing does it make progress. Gaps are what is no part of a step: " +
+      "evaluations, checkpoints, the start." +
+      (several ? " A second run is drawn on the same scale of time." : "");
     const first = Math.max(
       0,
       data.timelines.findIndex((each) => each.data.workers.length > 1),
     );
+    const rows = several
+      ? [timelineRow(data, "Run", first, false), timelineRow(data, "Beside it", null, true)]
+      : [timelineRow(data, null, 0, false)];
+    P.shownTimelines = [];
+    const show = () => {
+      const shown = rows.filter((row) => row.chosen() !== null);
+      const seconds = Math.max(...shown.map((row) => row.chosen().data.seconds));
+      for (const row of rows) row.show(seconds, (view) => rows.forEach((other) => other !== row && other.follow(view)));
+      P.shownTimelines = shown.map((row) => row.drawn());
+    };
+    rows.forEach((row) => row.select.addEventListener("change", show));
+    show();
+    return section(
+      title,
+      text,
+      rows.map((row) => row.whole),
+    );
+  }
+
+  // One run's timeline, with its chooser and the sums of its workers.
+  function timelineRow(data, title, first, optional) {
+    const name = (each) => (each.seed === null ? each.label : `${each.label}, seed ${each.seed}`);
     const select = html(
       "select",
       {},
+      optional ? html("option", { value: "" }, "no other run") : null,
       data.timelines.map((each, k) => html("option", { value: k, selected: k === first }, name(each))),
     );
     const body = html("div", { class: "timeline" });
     const note = html("p", { class: "hint muted" });
-    const sums = html(
-      "details",
-      { class: "sums" },
-      html("summary", {}, "Seconds of each worker"),
-      html("div", { class: "scrolled" }),
-    );
+    const sums = html("details", {}, html("summary", {}, "Seconds of each worker"), html("div", { class: "scrolled" }));
+    const heading = title
+      ? html("div", { class: "controls" }, html("label", {}, title, select))
+      : html("h3", {}, name(data.timelines[0]));
+    const shownPart = html("div", { hidden: optional }, body, note, sums);
+    const chosen = () => (select.value === "" ? null : data.timelines[select.value]);
     let drawn = null;
-    const show = () => {
-      const { data: spans } = data.timelines[select.value || 0];
-      if (drawn) {
-        drawn.update(spans);
-        drawn.reset();
-      } else drawn = P.drawTimeline(body, spans);
-      P.shownTimeline = drawn;
+    let before = null;
+    const show = (seconds, onView) => {
+      const each = chosen();
+      shownPart.hidden = each === null;
+      if (each === null) return;
+      const spans = { ...each.data, seconds };
+      drawn ??= P.drawTimeline(body, spans, { onView });
+      drawn.update(spans);
+      if (each !== before) drawn.reset();
+      before = each;
       const merged = spans.merged ? "Short spans are merged; a column shows their shares above each other. " : "";
       note.textContent = `${merged}${spans.hidden ? `${spans.hidden} more workers are not drawn.` : ""}`;
       sums.lastElementChild.replaceChildren(sumsTable(spans));
     };
-    select.addEventListener("change", show);
-    show();
-    const chooser =
-      data.timelines.length > 1
-        ? html("div", { class: "controls" }, html("label", {}, "Run", select))
-        : html("h3", {}, name(data.timelines[0]));
-    return section(title, text, chooser, body, note, sums);
+    const follow = (view) => chosen() && drawn?.follow(view);
+    return {
+      whole: html("div", { class: "timeline-row" }, heading, shownPart),
+      select,
+      chosen,
+      show,
+      follow,
+      drawn: () => drawn,
+    };
   }
 
   function sumsTable(spans) {
@@ -472,12 +500,12 @@
     addEventListener("beforeprint", () => {
       before = document.documentElement.dataset.theme;
       document.documentElement.dataset.theme = "light";
-      P.shownTimeline?.draw();
+      P.shownTimelines?.forEach((each) => each.draw());
     });
     addEventListener("afterprint", () => {
       if (before) document.documentElement.dataset.theme = before;
       else delete document.documentElement.dataset.theme;
-      P.shownTimeline?.redraw();
+      P.shownTimelines?.forEach((each) => each.redraw());
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
       document.dispatchEvent(new Event("paceline-theme")),

@@ -2,7 +2,7 @@
 //
 //   const timeline = Paceline.drawTimeline(element, data, options)
 //   timeline.update(data)     other data, such as those of another run, or of the same run a second later
-//   timeline.zoom(factor), timeline.show(from, to), timeline.reset(), timeline.redraw()
+//   timeline.zoom(factor), timeline.show(from, to), timeline.reset(), timeline.follow(view), timeline.redraw()
 //   timeline.view             {from, to} in seconds, and `end`, the end of the run
 //
 // `data` is {seconds, quantum, workers: [{rank, start, duration, kind, step, shares, counts}]}, as spans.py packs it:
@@ -153,7 +153,7 @@
       size = {
         width,
         left: width < 480 ? 34 : 74,
-        right: wide ? 62 : 8,
+        right: wide ? 76 : 8,
         row,
         height: workers.length * row + AXIS,
         wide,
@@ -405,11 +405,18 @@
 
     // Zooming and moving ----------------------------------------------------------------------------------------
 
+    // Show what another timeline shows.
+    function follow(other) {
+      view = { ...view, from: other.from, to: other.to };
+      redraw();
+    }
+
     function show(from, to) {
       const least = Math.max(data.quantum * 10, view.end * 1e-7);
       const length = Math.min(view.end, Math.max(least, to - from));
       const start = Math.max(0, Math.min(view.end - length, from));
       view = { ...view, from: start, to: start + length };
+      options.onView?.(view);
       redraw();
     }
 
@@ -516,6 +523,7 @@
     return {
       update,
       zoom,
+      follow,
       show,
       reset,
       redraw,
