@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from paceline.commands.compare import compare
 from paceline.commands.options import (
     PathType,
     codec_option,
@@ -86,6 +87,7 @@ def cli(context: click.Context) -> None:
 cli.add_command(run)
 cli.add_command(serve)
 cli.add_command(replay)
+cli.add_command(compare)
 cli.add_command(report)
 cli.add_command(watch)
 
@@ -153,6 +155,7 @@ def _fail(message: str, code: int) -> NoReturn:
     type=int,
     help="Updates between checkpoints.  [default: one epoch; sparse problems: the first epoch, then one after 5 s]",
 )
+@click.option("--keep", type=int, default=3, show_default=True, help="Checkpoints that stay.")
 @click.option("--log-every", type=int, default=1, show_default=True, help="Updates between lines of metrics.")
 @click.option("--on-nan", default="stop", show_default=True, help="stop, skip or ignore a loss that is not finite.")
 @sparse_options

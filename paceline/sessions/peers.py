@@ -541,7 +541,7 @@ class PeersSession(ReformingSession):
                 values.update(examples=outcome.examples, workers_waited=outcome.waited_seconds)
                 values.update({} if outcome.loss is None else {"loss": outcome.loss})
             else:
-                values["examples"] = self._examples
+                values["examples"] = self.world_size * self._examples  # of all workers, if theirs are as many
             values.update(self._exchange.counts())
             values["seconds"] = asdict(self.timing)
             if self.world_size > 1:

@@ -64,6 +64,7 @@ class TrainConfig:
     run: str | None = None
     resume: bool = False
     save_every: int | None = None  # updates; None: once an epoch
+    keep: int = 3  # checkpoints that stay
     log_every: int = 1
     evaluate: bool = True  # after every epoch
     on_nan: OnNaN = "stop"
@@ -75,7 +76,7 @@ class TrainConfig:
             raise UsageError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed}")
         if self.precision not in get_args(Precision):
             raise unknown_name("precision", self.precision, get_args(Precision))
-        for name in ("batch_size", "epochs", "max_steps", "save_every", "log_every"):
+        for name in ("batch_size", "epochs", "max_steps", "save_every", "keep", "log_every"):
             value = getattr(self, name)
             if value is not None:
                 check_whole(name.replace("_", " "), value)
@@ -292,6 +293,7 @@ class _Training:
             run=config.run,
             resume=config.resume,
             save_every=config.save_every or pace[0],
+            keep=config.keep,
             log_every=config.log_every,
             on_nan=config.on_nan,
             config={"train": asdict(config), "epochs": self.epochs},

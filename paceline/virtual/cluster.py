@@ -27,9 +27,11 @@ from paceline.policies.messages import (
     Work,
     pushes_of,
 )
+from paceline.record.timeline import Kind
 from paceline.seeding import derive_seed
 from paceline.virtual.agenda import Agenda, Event, Numbers, StepEnds, Times
 from paceline.virtual.network import Instant, Network
+from paceline.virtual.recording import RunRecord
 from paceline.virtual.tally import Tally
 
 _DRAWN_AT_ONCE = 1024
@@ -111,6 +113,7 @@ class Cluster:
         self._began = np.zeros(workers)
         self._ends = np.zeros(workers)
         self._failed: dict[int, float] = {}  # since when
+        self.record: RunRecord | None = None  # where to write what the workers do, if anybody asks
         self._drawn: list[float] = []
         self._start()
 
@@ -151,6 +154,11 @@ class Cluster:
         return [self._delay.mean(worker) for worker in range(self.workers)]
 
     @property
+    def dead(self) -> list[int]:
+        """The workers that have failed."""
+        return list(self._failed)
+
+    @property
     def failed(self) -> float:
         """Seconds since their failure, summed over the failed workers."""
         return sum(self.now - at for at in self._failed.values())
@@ -163,6 +171,8 @@ class Cluster:
 
     def _end(self, worker: int, step: int, version: int, at: float) -> None:
         """A worker has ended its step and sends its gradient."""
+        if self.record is not None:
+            self.record.span(worker, Kind.COMPUTING, version, float(self._began[worker]), at)
         loss, examples = (None, self._push_examples) if self._work is None else self._work.end(worker, step)
         push = Push(worker, 0, step, version, examples, loss)
         arrives = self.network.push(at, None if self._work is None else self._work.pushed_bytes(worker))
@@ -222,6 +232,21 @@ class Cluster:
         else:
             examples = sum(map(EXAMPLES, commit.pushes))
         self.tally.commit(commit.pushes, examples, before, at)
+        if self.record is not None:
+            self._tell(self.record, commit, examples, before, at)
+
+    def _tell(self, record: RunRecord, commit: Commit, examples: int, before: int, at: float) -> None:
+        losses = [(push.loss, push.examples) for push in commit.pushes if push.loss is not None]
+        weight = sum(count for _, count in losses)
+        record.committed(
+            "commit",
+            at,
+            self.network.bytes_in + self.network.bytes_out,
+            examples,
+            workers=[push.worker for push in commit.pushes],
+            staleness=[before - push.version for push in commit.pushes],
+            loss=sum(loss * count for loss, count in losses) / weight if weight else None,
+        )
 
     def _send(self, send: Send, at: float) -> None:
         workers, step, work = send
@@ -299,6 +324,9 @@ class Cluster:
         self.tally.thrown_away += float(spent.sum())
         self.tally.computed -= float((self._ends[running] - self._began[running] - spent).sum())
         self.tally.cancelled += len(running)
+        for worker in running.tolist() if self.record is not None else ():
+            assert self.record is not None
+            self.record.span(worker, Kind.CANCELLED, self.version, min(at, float(self._began[worker])), at)
         self._ends[running] = at
         if self._work is not None:
             self._work.cancel(running.tolist())

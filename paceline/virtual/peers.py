@@ -52,6 +52,7 @@ class PeersTraining(PeersClock):
         self._looks_before = -math.inf  # the curve is to be known up to this time
         self._looking = False  # it is not
         self._step_examples = -1  # of all workers in the step under way; before the first none
+        self._step_loss = 0.0  # the sum over these
         self._commits = commits
         self.seconds = seconds
         self._stop: Sequence[object] = ()
@@ -114,6 +115,7 @@ class PeersTraining(PeersClock):
             torch.autograd.backward(loss)
             backward.end()
         self._step_examples += step.examples or 0
+        self._step_loss += float(loss.detach()) * (step.examples or 0)
 
     def _look(self, rank: int, session: Session) -> None:
         """Evaluate the run's answer, which all workers make together, at no cost."""
@@ -129,8 +131,9 @@ class PeersTraining(PeersClock):
     def _commit(self) -> None:
         """All workers have made the step: count it, draw the times of the next, and decide whether to go on."""
         if self._step_examples >= 0:
+            self.loss = self._step_loss / max(1, self._step_examples)
             self.end(self._step_examples)
-        self._step_examples = 0
+        self._step_examples, self._step_loss = 0, 0.0
         made = len(self.tally.commit_times)
         self._ending = self.over or bool(self._stop) or made == self._commits
         if not self._ending:

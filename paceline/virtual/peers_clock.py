@@ -10,6 +10,7 @@ from paceline.policies import parse_policy
 from paceline.seeding import derive_seed
 from paceline.virtual.cluster import standing_still
 from paceline.virtual.network import PeersNetwork
+from paceline.virtual.recording import RunRecord, exchange_spans
 from paceline.virtual.scenario import Scenario
 from paceline.virtual.tally import Tally
 
@@ -33,6 +34,8 @@ class PeersClock:
         self._draws = np.zeros(scenario.workers)  # of the step under way
         self._begins = np.zeros(scenario.workers)
         self._still = 0  # commits since the clock last moved
+        self.record: RunRecord | None = None  # where to write what the workers do, if anybody asks
+        self.loss: float | None = None  # of the step under way, as far as it is known
         self.over = False
 
     @property
@@ -46,6 +49,11 @@ class PeersClock:
     def computed(self) -> float:
         """Seconds that workers have computed, up to now."""
         return self.tally.computed + float(np.clip(self.now - self._begins, 0.0, self._draws).sum())
+
+    @property
+    def dead(self) -> list[int]:
+        """The workers that have failed: none, since peers without failures are simulated."""
+        return []
 
     def mean_times(self) -> list[float]:
         """The mean compute time of a mini-batch on each worker."""
@@ -71,6 +79,11 @@ class PeersClock:
         self._still = 0 if at > self.now else self._still + 1
         if self._still > _PATIENCE and self.seconds < math.inf:
             raise standing_still(self._policy, self._delay, at)
+        if self.record is not None:
+            step = len(self.tally.commit_times)
+            for worker, kind, start, end in exchange_spans(self._begins, self.ends, self.network.clocks):
+                self.record.span(worker, kind, step, start, end)
+            self.record.committed("step", at, self.network.bytes_out, examples, loss=self.loss)
         self.tally.computed += float(self._draws.sum())
         self._draws = np.zeros_like(self._draws)
         self.tally.commit_together(len(self._ranks), examples, at)

@@ -32,6 +32,7 @@ from paceline.virtual.agenda import Times
 from paceline.virtual.batches import BatchQueue
 from paceline.virtual.peers import PeersTraining
 from paceline.virtual.plan import Curve, TrainingOutcome, TrainingPlan
+from paceline.virtual.recording import RunRecord
 from paceline.virtual.simulate import Scenario, check_length, summary
 
 
@@ -247,6 +248,11 @@ class SimulatedTraining(Protocol):
         """The time of the virtual clock."""
         ...
 
+    @property
+    def dead(self) -> list[int]:
+        """The workers that have failed."""
+        ...
+
     def finish(self, stop: Sequence[object] = ()) -> None:
         """Run the clock to its end, or until ``stop`` is not empty."""
         ...
@@ -267,6 +273,7 @@ class ServerTraining:
         *,
         commits: int | None = None,
         seconds: float = math.inf,
+        record: RunRecord | None = None,
     ) -> None:
         self._scenario, self._commits, self._seconds = scenario, commits, seconds
         curve = Curve(plan.problem, plan.times(seconds if commits is None else commits))
@@ -274,11 +281,16 @@ class ServerTraining:
         nbytes = scenario.nbytes or self._work.nbytes
         whole = dataclasses.replace(scenario, nbytes=nbytes, examples=plan.batch)
         self._cluster = whole.cluster(self._work)
+        self._cluster.record = record
         self.model = self._work.model
 
     @property
     def now(self) -> float:
         return self._cluster.now
+
+    @property
+    def dead(self) -> list[int]:
+        return self._cluster.dead
 
     def finish(self, stop: Sequence[object] = ()) -> None:
         self._cluster.run(commits=self._commits, seconds=self._seconds, stop=stop)
@@ -290,17 +302,25 @@ class ServerTraining:
 
 
 def begin_training(
-    scenario: Scenario, plan: TrainingPlan, *, commits: int | None = None, seconds: float = math.inf
+    scenario: Scenario,
+    plan: TrainingPlan,
+    *,
+    commits: int | None = None,
+    seconds: float = math.inf,
+    record: RunRecord | None = None,
 ) -> SimulatedTraining:
     """Make the virtual cluster of a training that ends after ``commits``, or ``seconds``; its clock stands at 0.
 
-    The times of the plan's evaluations are counted in that unit, in commits if they are given.
+    The times of the plan's evaluations are counted in that unit, in commits if they are given. What the workers do is
+    written to ``record``.
     """
     check_length(commits, seconds)
     policy = scenario.check_training()
     if isinstance(policy, ServerPolicy):
-        return ServerTraining(scenario, plan, policy, commits=commits, seconds=seconds)
-    return PeersTraining(scenario, plan, commits=commits, seconds=seconds)
+        return ServerTraining(scenario, plan, policy, commits=commits, seconds=seconds, record=record)
+    training = PeersTraining(scenario, plan, commits=commits, seconds=seconds)
+    training.record = record
+    return training
 
 
 def simulate_training(
