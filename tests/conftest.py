@@ -58,7 +58,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # The tests of each of these share what a fixture takes long to make: with ``-n`` one process runs them all.
 SHARING = {
-    f"test_{name}.py" for name in ("ddp", "killed", "killed_workers", "live_policies", "real_programs", "replay")
+    f"test_{name}.py"
+    for name in ("ddp", "killed", "killed_workers", "live_policies", "real_programs", "replay", "report_browser")
 }
 
 

@@ -40,7 +40,7 @@ def make_run(
         "train": {"problem": f"digits{text}", "policy": policy + text, "seed": seed, "optimizer": f"sgd(lr=0.1){text}"},
     }
     (path / "config.json").write_text(json.dumps(config))
-    server = policy not in ("all-reduce", "one worker")
+    server = policy not in ("all-reduce", "one worker", "local-sgd(every=8)")
     lines = []
     for step in range(1, steps + 1):
         at = started + step * pace
@@ -50,6 +50,7 @@ def make_run(
             line |= {"event": "commit", "staleness": random.poisson(1.0, 3).tolist(), "seconds": 0.001}
         else:
             line |= {"event": "step", "seconds": {"forward": 0.01, "backward": 0.02, "waited": 0.01}}
+            line |= {"workers_waited": [0.01] * workers}
         lines.append(line)
         if step % 6 == 0:
             error = 0.9 * math.exp(-step / steps * 3.2) * (1 + 0.1 * random.random())

@@ -21,6 +21,7 @@ _PATH = PathType(path_type=Path)
 @click.option(
     "--trace", type=_PATH, metavar="FILE", help="Also write the timelines there, for Perfetto (.json or .gz)."
 )
+@click.option("--target", type=float, help="Of the metric, for the time to it.  [default: the comparison's]")
 @click.option("--tensorboard", type=_PATH, metavar="DIR", help="Also write the runs there, for TensorBoard.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def report(
@@ -29,6 +30,7 @@ def report(
     figures: Path | None,
     csv: Path | None,
     trace: Path | None,
+    target: float | None,
     tensorboard: Path | None,
     as_json: bool,
 ) -> None:
@@ -44,7 +46,7 @@ def report(
     from paceline.report.table import print_summary
     from paceline.report.view import finite
 
-    material = gather(runs)
+    material = gather(runs, target=target)
     if tensorboard is not None:
         from paceline.report.tensorboard import export_runs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -78,8 +78,11 @@ def as_sources(source: Source | Sequence[Source]) -> list[Source]:
     return [source] if isinstance(source, str | os.PathLike | RunData) else list(source)
 
 
-def gather(sources: Source | Sequence[Source]) -> Material:
-    """Read runs and comparisons; raise a ``UsageError`` if none of them can be read."""
+def gather(sources: Source | Sequence[Source], *, target: float | None = None) -> Material:
+    """Read runs and comparisons; raise a ``UsageError`` if none of them can be read.
+
+    ``target`` is one of the metric, in place of the comparison's.
+    """
     listed = as_sources(sources)
     if not listed:
         raise UsageError("wanted at least one run; name its directory, such as runs/digits-1")
@@ -105,7 +108,7 @@ def gather(sources: Source | Sequence[Source]) -> Material:
     if errors and not runs and not comparisons:
         raise errors[0]
     return Material(
-        runs=tuple(runs),
+        runs=tuple(run if target is None else replace(run, target=target) for run in runs),
         comparison=comparisons[0] if len(comparisons) == len(listed) == 1 else None,
         failures=tuple(failures),
     )

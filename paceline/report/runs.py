@@ -183,7 +183,8 @@ def read_run(
     config = read_config(path, notes)
     written = is_being_written(path)
     timeline = _read_timeline(path, written, notes)
-    events = read_events(path, notes, metric=metric, higher_is_better=higher_is_better)
+    workers = _whole(config.get("world_size")) or len(timeline) or None
+    events = read_events(path, notes, workers=workers or 1, metric=metric, higher_is_better=higher_is_better)
     started = min([*events.started, *(float(spans["start"][0]) for spans in timeline.values())], default=0.0)
     ends = [*events.ended, *(float((spans["start"] + spans["duration"]).max()) for spans in timeline.values())]
     for spans in timeline.values():
@@ -199,7 +200,7 @@ def read_run(
         name=path.name or str(path),
         policy=_text(config.get("policy")) or _text(train.get("policy")) or "unknown policy",
         seed=_whole(config.get("seed", train.get("seed"))),
-        workers=_whole(config.get("world_size")) or len(timeline) or None,
+        workers=workers,
         problem=_text(train.get("problem")) or _text(config.get("problem")),
         codec=_text(config.get("codec")),
         delay=_delay_text(config.get("delay"), config.get("delay_unit")),

@@ -55,9 +55,26 @@
   // Numbers -----------------------------------------------------------------------------------------------------
 
   const UNITS = {
-    seconds: [[1e-6, "µs"], [1e-3, "ms"], [1, "s"], [60, "min"], [3600, "h"]],
-    bytes: [[1, "B"], [1e3, "kB"], [1e6, "MB"], [1e9, "GB"], [1e12, "TB"]],
-    count: [[1, ""], [1e3, "thousand"], [1e6, "million"], [1e9, "billion"]],
+    seconds: [
+      [1e-6, "µs"],
+      [1e-3, "ms"],
+      [1, "s"],
+      [60, "min"],
+      [3600, "h"],
+    ],
+    bytes: [
+      [1, "B"],
+      [1e3, "kB"],
+      [1e6, "MB"],
+      [1e9, "GB"],
+      [1e12, "TB"],
+    ],
+    count: [
+      [1, ""],
+      [1e3, "thousand"],
+      [1e6, "million"],
+      [1e9, "billion"],
+    ],
   };
 
   // The unit in which `value` has between about 2 and 2000 of them.
@@ -84,16 +101,21 @@
   P.fixed = (value, digits = 3) => {
     if (value === null || value === undefined || !Number.isFinite(value)) return "–";
     const places = Math.max(0, digits - 1 - Math.floor(Math.log10(Math.max(1e-9, Math.abs(value)))));
-    return value === 0 ? "0" : value.toLocaleString("en", { maximumFractionDigits: Math.min(9, places), minimumFractionDigits: Math.min(9, places) });
+    return value === 0
+      ? "0"
+      : value.toLocaleString("en", {
+          maximumFractionDigits: Math.min(9, places),
+          minimumFractionDigits: Math.min(9, places),
+        });
   };
 
   P.quantity = (value, kind, digits = 3) => {
     if (value === null || !Number.isFinite(value)) return "–";
     const unit = P.unitFor(kind, Math.abs(value));
-    return `${P.number(value / unit.size, digits)}${unit.name ? " " + unit.name : ""}`;
+    return `${P.number(value / unit.size, digits)}${unit.name ? "\u00a0" + unit.name : ""}`;
   };
 
-  P.percent = (share, digits = 0) => (Number.isFinite(share) ? `${(100 * share).toFixed(digits)} %` : "–");
+  P.percent = (share, digits = 0) => (Number.isFinite(share) ? `${(100 * share).toFixed(digits)}\u00a0%` : "–");
 
   // About `count` round numbers from `low` to `high`.
   P.ticks = (low, high, count) => {
@@ -152,8 +174,10 @@
     (r) => `M0,${-1.2 * r}L${1.15 * r},${0.9 * r}H${-1.15 * r}Z`,
     (r) => `M0,${-1.3 * r}L${1.3 * r},0L0,${1.3 * r}L${-1.3 * r},0Z`,
     (r) => `M0,${1.2 * r}L${1.15 * r},${-0.9 * r}H${-1.15 * r}Z`,
-    (r) => `M${-r / 2.5},${-1.2 * r}h${r / 1.25}v${0.8 * r}h${0.8 * r}v${r / 1.25}h${-0.8 * r}v${0.8 * r}h${-r / 1.25}v${-0.8 * r}h${-0.8 * r}v${-r / 1.25}h${0.8 * r}Z`,
-    (r) => `M0,${-r / 2.2}L${r},${-1.3 * r}L${1.3 * r},${-r}L${r / 2.2},0L${1.3 * r},${r}L${r},${1.3 * r}L0,${r / 2.2}L${-r},${1.3 * r}L${-1.3 * r},${r}L${-r / 2.2},0L${-1.3 * r},${-r}L${-r},${-1.3 * r}Z`,
+    (r) =>
+      `M${-r / 2.5},${-1.2 * r}h${r / 1.25}v${0.8 * r}h${0.8 * r}v${r / 1.25}h${-0.8 * r}v${0.8 * r}h${-r / 1.25}v${-0.8 * r}h${-0.8 * r}v${-r / 1.25}h${0.8 * r}Z`,
+    (r) =>
+      `M0,${-r / 2.2}L${r},${-1.3 * r}L${1.3 * r},${-r}L${r / 2.2},0L${1.3 * r},${r}L${r},${1.3 * r}L0,${r / 2.2}L${-r},${1.3 * r}L${-1.3 * r},${r}L${-r / 2.2},0L${-1.3 * r},${-r}L${-r},${-1.3 * r}Z`,
     (r) => {
       const spike = (k) => {
         const [radius, angle] = [k % 2 ? 0.55 * r : 1.4 * r, (Math.PI * k) / 5 - Math.PI / 2];
@@ -182,12 +206,19 @@
           svg(
             "svg",
             { width: 28, height: 12, "aria-hidden": "true" },
-            svg("line", { class: `line ${P.colourClass(each.style)}`, x1: 1, x2: 27, y1: 6, y2: 6, "stroke-dasharray": dashes(each.style) }),
-            P.marker(each.style, 14, 6)
+            svg("line", {
+              class: `line ${P.colourClass(each.style)}`,
+              x1: 1,
+              x2: 27,
+              y1: 6,
+              y2: 6,
+              "stroke-dasharray": dashes(each.style),
+            }),
+            P.marker(each.style, 14, 6),
           ),
-          html("span", {}, each.label)
-        )
-      )
+          html("span", {}, each.label),
+        ),
+      ),
     );
 
   const dashes = (style) => DASHES[Math.floor(style / NUM_COLOURS) % DASHES.length] || "none";
@@ -209,7 +240,11 @@
     const ys = series.flatMap((each) => [...each.y, ...(each.low ?? []), ...(each.high ?? [])]);
     if (Number.isFinite(data.target)) ys.push(data.target);
     const [low, high] = bounds(ys, yKind, true);
-    const [left, right] = bounds(series.flatMap((each) => each.x.map((x) => x / xUnit.size)), "linear", true);
+    const [left, right] = bounds(
+      series.flatMap((each) => each.x.map((x) => x / xUnit.size)),
+      "linear",
+      true,
+    );
     const labels = endLabels(series, width, height, right * xUnit.size, options);
     const margin = { left: 56, right: labels ? labels.width : 14, top: 12, bottom: 44 };
     const inner = { right: width - margin.right, bottom: height - margin.bottom };
@@ -220,14 +255,19 @@
       viewBox: `0 0 ${width} ${height}`,
       role: "img",
       tabindex: 0,
-      "aria-label": options.label ?? `${options.yLabel} against ${options.xLabel}: ${series.map((each) => each.label).join(", ")}`,
+      "aria-label":
+        options.label ?? `${options.yLabel} against ${options.xLabel}: ${series.map((each) => each.label).join(", ")}`,
     });
     append(drawing, axes(x, y, margin, inner, width, options, xUnit));
     if (Number.isFinite(data.target) && usable(data.target)) {
       const at = y.at(data.target);
       drawing.append(
         svg("line", { class: "target", x1: margin.left, x2: inner.right, y1: at, y2: at }),
-        svg("text", { class: "target-label", x: inner.right - 4, y: at - 5, "text-anchor": "end" }, data.targetLabel ?? "target")
+        svg(
+          "text",
+          { class: "target-label", x: inner.right - 4, y: at - 5, "text-anchor": "end" },
+          data.targetLabel ?? "target",
+        ),
       );
     }
     for (const each of series) append(drawing, [band(each, x, y, xUnit, usable)]);
@@ -243,7 +283,13 @@
     for (const tick of y.ticks) {
       const at = y.at(tick).toFixed(1);
       parts.push(svg("line", { class: "grid", x1: margin.left, x2: inner.right, y1: at, y2: at }));
-      parts.push(svg("text", { class: "tick", x: margin.left - 8, y: at, dy: "0.35em", "text-anchor": "end" }, options.yPercent ? P.percent(tick, tick < 0.01 && tick > 0 ? 1 : 0) : P.number(tick)));
+      parts.push(
+        svg(
+          "text",
+          { class: "tick", x: margin.left - 8, y: at, dy: "0.35em", "text-anchor": "end" },
+          options.yPercent ? P.percent(tick, tick < 0.01 && tick > 0 ? 1 : 0) : P.number(tick),
+        ),
+      );
     }
     for (const tick of x.ticks) {
       const at = x.at(tick).toFixed(1);
@@ -253,8 +299,20 @@
     const middle = (margin.top + inner.bottom) / 2;
     const unit = xUnit.name ? ` (${xUnit.name})` : "";
     parts.push(svg("line", { class: "axis", x1: margin.left, x2: inner.right, y1: inner.bottom, y2: inner.bottom }));
-    parts.push(svg("text", { class: "axis-label", x: (margin.left + inner.right) / 2, y: inner.bottom + 37, "text-anchor": "middle" }, `${options.xLabel ?? ""}${unit}`));
-    parts.push(svg("text", { class: "axis-label", transform: `translate(13,${middle}) rotate(-90)`, "text-anchor": "middle" }, options.yLabel ?? ""));
+    parts.push(
+      svg(
+        "text",
+        { class: "axis-label", x: (margin.left + inner.right) / 2, y: inner.bottom + 37, "text-anchor": "middle" },
+        `${options.xLabel ?? ""}${unit}`,
+      ),
+    );
+    parts.push(
+      svg(
+        "text",
+        { class: "axis-label", transform: `translate(13,${middle}) rotate(-90)`, "text-anchor": "middle" },
+        options.yLabel ?? "",
+      ),
+    );
     return parts;
   }
 
@@ -278,7 +336,9 @@
     });
     const every = drawn.length > 16 ? Math.ceil(drawn.length / 8) : 1; // few, at another place on each curve
     const last = drawn.length - 1;
-    const marked = drawn.filter((_, k) => every === 1 || k === last || (k % every === each.style % every && k < last - every / 2));
+    const marked = drawn.filter(
+      (_, k) => every === 1 || k === last || (k % every === each.style % every && k < last - every / 2),
+    );
     return [
       svg("path", { class: `line ${P.colourClass(each.style)}`, d: path, "stroke-dasharray": dashes(each.style) }),
       ...marked.map(([a, b]) => P.marker(each.style, a, b)),
@@ -329,12 +389,20 @@
       const rows = series.map((each) => [each, valueAt(each, value)]).filter(([, found]) => found !== null);
       box.replaceChildren(
         html("strong", {}, `${P.number(value / xUnit.size)} ${xUnit.name}`),
-        ...rows.map(([each, found]) => html("span", {}, html("i", { class: `swatch ${P.colourClass(each.style)}` }), `${each.label}: ${options.yPercent ? P.percent(found, 1) : P.number(found)}`))
+        ...rows.map(([each, found]) =>
+          html(
+            "span",
+            {},
+            html("i", { class: `swatch ${P.colourClass(each.style)}` }),
+            `${each.label}: ${options.yPercent ? P.percent(found, 1) : P.number(found)}`,
+          ),
+        ),
       );
       box.hidden = false;
       const scale = drawing.clientWidth / drawing.viewBox.baseVal.width || 1;
       box.style.left = `${Math.min(at * scale + 12, Math.max(0, drawing.clientWidth - box.offsetWidth - 2))}px`;
-      if (at * scale + 12 + box.offsetWidth > drawing.clientWidth) box.style.left = `${Math.max(0, at * scale - box.offsetWidth - 12)}px`;
+      if (at * scale + 12 + box.offsetWidth > drawing.clientWidth)
+        box.style.left = `${Math.max(0, at * scale - box.offsetWidth - 12)}px`;
     };
     const hide = () => {
       box.hidden = true;
@@ -348,7 +416,14 @@
     drawing.addEventListener("pointerleave", hide);
     drawing.addEventListener("blur", hide);
     drawing.addEventListener("keydown", (event) => {
-      const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -places.length, End: places.length }[event.key];
+      const step = {
+        ArrowLeft: -1,
+        ArrowRight: 1,
+        PageUp: -20,
+        PageDown: 20,
+        Home: -places.length,
+        End: places.length,
+      }[event.key];
       if (event.key === "Escape") hide();
       if (step === undefined) return;
       event.preventDefault();
@@ -382,11 +457,20 @@
         "pattern",
         { id: `${name}-${kind}`, width: 6, height: 6, patternUnits: "userSpaceOnUse" },
         svg("rect", { width: 6, height: 6, class: `kind-${kind}` }),
-        svg("path", { d: path, class: "hatch" })
+        svg("path", { d: path, class: "hatch" }),
       );
-    const defs = svg("defs", {}, hatch("cancelled", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5"), hatch("dead", "M0,0L6,6M6,0L0,6"), hatch("exchanging", "M0,3H6"));
+    const defs = svg(
+      "defs",
+      {},
+      hatch("cancelled", "M-1,7L7,-1M-1,1L1,-1M5,7L7,5"),
+      hatch("dead", "M0,0L6,6M6,0L0,6"),
+      hatch("exchanging", "M0,3H6"),
+    );
     const patterned = new Set(["cancelled", "dead", "exchanging"]);
-    return { defs, fill: (kind) => (patterned.has(kind) ? { fill: `url(#${name}-${kind})` } : { class: `kind-${kind}` }) };
+    return {
+      defs,
+      fill: (kind) => (patterned.has(kind) ? { fill: `url(#${name}-${kind})` } : { class: `kind-${kind}` }),
+    };
   };
 
   P.kindLegend = (kinds) =>
@@ -395,9 +479,14 @@
       { class: "legend" },
       kinds.map((kind) => {
         const { defs, fill } = P.kindFills();
-        const sample = svg("svg", { width: 18, height: 12, "aria-hidden": "true" }, defs, svg("rect", { width: 18, height: 12, rx: 2, ...fill(kind) }));
+        const sample = svg(
+          "svg",
+          { width: 18, height: 12, "aria-hidden": "true" },
+          defs,
+          svg("rect", { width: 18, height: 12, rx: 2, ...fill(kind) }),
+        );
         return html("li", {}, sample, html("span", {}, kind));
-      })
+      }),
     );
 
   // Horizontal bars: one for each row, made of parts. `total` is the length of the whole width.
@@ -406,29 +495,44 @@
     const width = Math.max(240, element.clientWidth || 640);
     const [each, bar] = [46, 16];
     const height = data.rows.length * each + (options.axis ? 30 : 2);
-    const total = data.total ?? Math.max(...data.rows.map((row) => row.parts.reduce((sum, part) => sum + (part.value || 0), 0)));
+    const total =
+      data.total ?? Math.max(...data.rows.map((row) => row.parts.reduce((sum, part) => sum + (part.value || 0), 0)));
     const { defs, fill } = P.kindFills();
-    const drawing = svg("svg", { class: "figure", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": options.label ?? "" }, defs);
-    if (Number.isFinite(data.mark) && total > 0) {
-      const at = (data.mark / total) * width;
-      drawing.append(svg("line", { class: "target", x1: at, x2: at, y1: 0, y2: data.rows.length * each }));
-    }
+    const drawing = svg(
+      "svg",
+      { class: "figure", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": options.label ?? "" },
+      defs,
+    );
     data.rows.forEach((row, number) => {
       const top = number * each;
       drawing.append(
-        svg("text", { class: "bar-label", x: 0, y: top + 14 }, shorten(row.label, width - 12 * String(row.text ?? "").length)),
+        svg(
+          "text",
+          { class: "bar-label", x: 0, y: top + 14 },
+          shorten(row.label, width - 12 * String(row.text ?? "").length),
+        ),
         svg("text", { class: "bar-value", x: width, y: top + 14, "text-anchor": "end" }, row.text ?? ""),
-        svg("rect", { class: "bar-ground", x: 0, y: top + 21, width, height: bar, rx: 3 })
+        svg("rect", { class: "bar-ground", x: 0, y: top + 21, width, height: bar, rx: 3 }),
       );
       let start = 0;
       for (const part of row.parts) {
         if (!(part.value > 0) || !(total > 0)) continue;
         const length = (part.value / total) * width;
         const look = part.kind ? fill(part.kind) : { class: `fill ${P.colourClass(part.style ?? 0)}` };
-        const piece = svg("rect", { x: start.toFixed(2), y: top + 21, width: Math.max(0.5, length).toFixed(2), height: bar, ...look });
+        const piece = svg("rect", {
+          x: start.toFixed(2),
+          y: top + 21,
+          width: Math.max(0.5, length).toFixed(2),
+          height: bar,
+          ...look,
+        });
         if (part.text) piece.append(svg("title", {}, part.text));
         drawing.append(piece);
         start += length;
+      }
+      if (Number.isFinite(data.mark) && total > 0) {
+        const at = (data.mark / total) * width;
+        drawing.append(svg("line", { class: "target", x1: at, x2: at, y1: top + 18, y2: top + 40 }));
       }
     });
     element.replaceChildren(drawing, ...(options.kinds ? [P.kindLegend(options.kinds)] : []));
@@ -477,25 +581,62 @@
     const count = panel.shares.length;
     const each = (inner.right - margin.left) / count;
     const y = makeScale("linear", 0, top * 1.05, inner.bottom, margin.top, 3);
-    const drawing = svg("svg", { class: "figure", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${panel.label}: ${options.xLabel ?? ""}, mean ${P.number(panel.mean)}` });
+    const drawing = svg("svg", {
+      class: "figure",
+      viewBox: `0 0 ${width} ${height}`,
+      role: "img",
+      "aria-label": `${panel.label}: ${options.xLabel ?? ""}, mean ${P.number(panel.mean)}`,
+    });
     for (const tick of y.ticks) {
       const at = y.at(tick).toFixed(1);
       drawing.append(svg("line", { class: "grid", x1: margin.left, x2: inner.right, y1: at, y2: at }));
-      drawing.append(svg("text", { class: "tick", x: margin.left - 6, y: at, dy: "0.35em", "text-anchor": "end" }, P.percent(tick)));
+      drawing.append(
+        svg("text", { class: "tick", x: margin.left - 6, y: at, dy: "0.35em", "text-anchor": "end" }, P.percent(tick)),
+      );
     }
     panel.shares.forEach((share, k) => {
       const name = panel.size === 1 ? `${k}` : `${k * panel.size} to ${(k + 1) * panel.size - 1}`;
-      const bar = svg("rect", { class: `fill ${P.colourClass(panel.style)}`, x: (margin.left + k * each + each * 0.08).toFixed(2), width: (each * 0.84).toFixed(2), y: y.at(share).toFixed(2), height: Math.max(0, inner.bottom - y.at(share)).toFixed(2) });
+      const bar = svg("rect", {
+        class: `fill ${P.colourClass(panel.style)}`,
+        x: (margin.left + k * each + each * 0.08).toFixed(2),
+        width: (each * 0.84).toFixed(2),
+        y: y.at(share).toFixed(2),
+        height: Math.max(0, inner.bottom - y.at(share)).toFixed(2),
+      });
       bar.append(svg("title", {}, `${name}: ${P.percent(share, 1)}`));
       drawing.append(bar);
     });
     const every = Math.ceil(count / Math.max(1, Math.floor((inner.right - margin.left) / 32)));
     for (let k = 0; k < count; k += every) {
-      drawing.append(svg("text", { class: "tick", x: (margin.left + (k + 0.5) * each).toFixed(1), y: inner.bottom + 16, "text-anchor": "middle" }, `${k * panel.size}`));
+      drawing.append(
+        svg(
+          "text",
+          {
+            class: "tick",
+            x: (margin.left + (k + 0.5) * each).toFixed(1),
+            y: inner.bottom + 16,
+            "text-anchor": "middle",
+          },
+          `${k * panel.size}`,
+        ),
+      );
     }
-    drawing.append(svg("line", { class: "axis", x1: margin.left, x2: inner.right, y1: inner.bottom, y2: inner.bottom }));
-    drawing.append(svg("text", { class: "axis-label", x: (margin.left + inner.right) / 2, y: inner.bottom + 35, "text-anchor": "middle" }, options.xLabel ?? ""));
-    const title = html("figcaption", {}, panel.label, html("span", { class: "muted" }, ` mean ${P.number(panel.mean)}`));
+    drawing.append(
+      svg("line", { class: "axis", x1: margin.left, x2: inner.right, y1: inner.bottom, y2: inner.bottom }),
+    );
+    drawing.append(
+      svg(
+        "text",
+        { class: "axis-label", x: (margin.left + inner.right) / 2, y: inner.bottom + 35, "text-anchor": "middle" },
+        options.xLabel ?? "",
+      ),
+    );
+    const title = html(
+      "figcaption",
+      {},
+      panel.label,
+      html("span", { class: "muted" }, ` mean ${P.number(panel.mean)}`),
+    );
     return html("figure", { class: "multiple" }, title, drawing);
   }
 })();

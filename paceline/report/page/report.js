@@ -15,14 +15,21 @@
 
   P.csvLink = (name, rows) => {
     const link = html("a", { href: "#", download: `${name}.csv`, "aria-label": `${name} as CSV` }, "CSV");
-    const fill = () => (link.href = `data:text/csv;charset=utf-8,${encodeURIComponent(rows().map((row) => row.map(cell).join(",")).join("\r\n"))}`);
+    const fill = () =>
+      (link.href = `data:text/csv;charset=utf-8,${encodeURIComponent(
+        rows()
+          .map((row) => row.map(cell).join(","))
+          .join("\r\n"),
+      )}`);
     for (const event of ["pointerdown", "focus", "mouseover"]) link.addEventListener(event, fill);
     return link;
   };
 
   const curveRows = (series, x) => () => [
     ["label", x, "mean", "smallest", "largest"],
-    ...series.flatMap((each) => each.x.map((value, k) => [each.label, value, each.y[k], each.low?.[k] ?? each.y[k], each.high?.[k] ?? each.y[k]])),
+    ...series.flatMap((each) =>
+      each.x.map((value, k) => [each.label, value, each.y[k], each.low?.[k] ?? each.y[k], each.high?.[k] ?? each.y[k]]),
+    ),
   ];
 
   // Parts of the page -------------------------------------------------------------------------------------------
@@ -33,17 +40,24 @@
 
   function panel(title, link) {
     const body = html("div");
-    const whole = html("div", { class: "panel" }, html("div", { class: "title" }, html("h3", {}, title), link ?? null), body);
+    const whole = html(
+      "div",
+      { class: "panel" },
+      html("div", { class: "title" }, html("h3", {}, title), link ?? null),
+      body,
+    );
     return { whole, body };
   }
 
   function choice(name, texts, chosen, action) {
-    const buttons = texts.map((text) => html("button", { type: "button", "aria-pressed": text === chosen ? "true" : "false" }, text));
+    const buttons = texts.map((text) =>
+      html("button", { type: "button", "aria-pressed": text === chosen ? "true" : "false" }, text),
+    );
     buttons.forEach((button, k) =>
       button.addEventListener("click", () => {
         buttons.forEach((other) => other.setAttribute("aria-pressed", other === button ? "true" : "false"));
         action(texts[k]);
-      })
+      }),
     );
     return html("div", { class: "switch", role: "group", "aria-label": name }, buttons);
   }
@@ -61,7 +75,12 @@
       ...data.notes.map((text) => html("p", { class: "message" }, text)),
     ];
     return [
-      html("header", {}, html("div", {}, html("h1", {}, data.title), html("p", { class: "lead" }, data.sentence)), P.themeSwitch()),
+      html(
+        "header",
+        {},
+        html("div", {}, html("h1", {}, data.title), html("p", { class: "lead" }, data.sentence)),
+        P.themeSwitch(),
+      ),
       ...messages,
     ];
   }
@@ -69,17 +88,41 @@
   // The table ---------------------------------------------------------------------------------------------------
 
   const COLUMNS = [
-    ["seconds to target", (row) => (row.reached ? P.fixed(row.seconds_to_target) : "–"), (row) => (row.reached < row.seeds && row.reached ? `${row.reached} of ${row.seeds} seeds` : null), "seconds_to_target"],
-    ["speed-up over one worker", (row) => (Number.isFinite(row.speed_up) ? `${P.fixed(row.speed_up)}×` : "–"), () => null, "speed_up"],
-    ["final error", (row, percent) => (percent ? P.percent(row.final_error, 1) : P.number(row.final_error)), (row, percent) => (row.seeds > 1 && row.final_error_spread !== null ? `± ${percent ? P.percent(row.final_error_spread, 1) : P.number(row.final_error_spread, 2)}` : null), "final_error"],
+    [
+      "seconds to target",
+      (row) => (row.reached ? P.fixed(row.seconds_to_target) : "–"),
+      (row) => (row.reached < row.seeds && row.reached ? `${row.reached} of ${row.seeds} seeds` : null),
+      "seconds_to_target",
+    ],
+    [
+      "speed-up over one worker",
+      (row) => (Number.isFinite(row.speed_up) ? `${P.fixed(row.speed_up)}×` : "–"),
+      () => null,
+      "speed_up",
+    ],
+    [
+      "final error",
+      (row, percent) => (percent ? P.percent(row.final_error, 1) : P.number(row.final_error)),
+      (row, percent) =>
+        row.seeds > 1 && row.final_error_spread !== null
+          ? `± ${percent ? P.percent(row.final_error_spread, 1) : P.number(row.final_error_spread, 2)}`
+          : null,
+      "final_error",
+    ],
     ["MB sent", (row) => P.fixed(row.megabytes), () => null, "megabytes"],
     ["mean staleness", (row) => P.fixed(row.mean_staleness), () => null, "mean_staleness"],
     ["waiting", (row) => P.percent(row.waiting ?? NaN, 0), () => null, "waiting"],
-    ["thrown away", (row) => P.percent(row.thrown_away ?? NaN, row.thrown_away > 0 && row.thrown_away < 0.01 ? 1 : 0), () => null, "thrown_away"],
+    [
+      "thrown away",
+      (row) => P.percent(row.thrown_away ?? NaN, row.thrown_away > 0 && row.thrown_away < 0.01 ? 1 : 0),
+      () => null,
+      "thrown_away",
+    ],
     ["examples per second", (row) => P.number(row.examples_per_second), () => null, "examples_per_second"],
   ];
 
   function summary(data) {
+    const columns = COLUMNS.filter(([, , , key]) => data.summary.some((row) => Number.isFinite(row[key])));
     const known = data.summary.map((row) => row.seconds_to_target).filter((each) => Number.isFinite(each));
     const best = Math.min(...known);
     const rows = data.summary.map((row) =>
@@ -87,19 +130,43 @@
         "tr",
         {},
         html("th", { scope: "row" }, row.label),
-        COLUMNS.map(([name, show, small, key]) => {
+        columns.map(([name, show, small, key]) => {
           const text = show(row, data.error.percent);
           const wins = key === "seconds_to_target" && row[key] === best && known.length > 1;
           const under = small(row, data.error.percent);
-          const value = html("span", {}, wins ? html("strong", {}, text) : text, under ? html("small", {}, under) : null);
+          const value = html(
+            "span",
+            {},
+            wins ? html("strong", {}, text) : text,
+            under ? html("small", {}, under) : null,
+          );
           return html("td", { "data-label": name }, value);
-        })
-      )
+        }),
+      ),
     );
-    const head = html("thead", {}, html("tr", {}, html("th", { scope: "col" }, "policy"), COLUMNS.map(([name]) => html("th", { scope: "col" }, name))));
-    const link = P.csvLink("summary", () => [["policy", "seeds", ...COLUMNS.map(([, , , key]) => key)], ...data.summary.map((row) => [row.label, row.seeds, ...COLUMNS.map(([, , , key]) => row[key])])]);
+    const head = html(
+      "thead",
+      {},
+      html(
+        "tr",
+        {},
+        html("th", { scope: "col" }, "policy"),
+        columns.map(([name]) => html("th", { scope: "col" }, name)),
+      ),
+    );
+    const link = P.csvLink("summary", () => [
+      ["policy", "seeds", ...columns.map(([, , , key]) => key)],
+      ...data.summary.map((row) => [row.label, row.seeds, ...columns.map(([, , , key]) => row[key])]),
+    ]);
     const whole = section("Summary", null, html("table", { class: "cards" }, head, html("tbody", {}, rows)));
-    whole.append(html("p", { class: "hint muted" }, "Means over the seeds. The speed-up is the time of one worker to the target over that of the policy. Waiting and thrown-away work are shares of the living workers' time. ", link));
+    whole.append(
+      html(
+        "p",
+        { class: "hint muted" },
+        "Means over the seeds. The speed-up is the time of one worker to the target over that of the policy. Waiting and thrown-away work are shares of the living workers' time. ",
+        link,
+      ),
+    );
     return whole;
   }
 
@@ -115,16 +182,23 @@
       ["bytes", "Error against bytes", "bytes of all workers", "bytes"],
     ].map(([name, title, xLabel, xUnit]) => {
       const series = data.curves[name];
-      const { whole, body } = panel(title, series.length ? P.csvLink(`error-against-${name}`, curveRows(series, name)) : null);
+      const { whole, body } = panel(
+        title,
+        series.length ? P.csvLink(`error-against-${name}`, curveRows(series, name)) : null,
+      );
       const draw = () =>
-        P.drawCurves(body, { series, ...target }, {
-          xLabel,
-          xUnit,
-          yLabel: data.error.label,
-          yScale: scale,
-          yPercent: data.error.percent,
-          empty: `No evaluation tells of ${xLabel}.`,
-        });
+        P.drawCurves(
+          body,
+          { series, ...target },
+          {
+            xLabel,
+            xUnit,
+            yLabel: data.error.label,
+            yScale: scale,
+            yPercent: data.error.percent,
+            empty: `No evaluation tells of ${xLabel}.`,
+          },
+        );
       P.responsive(body, draw);
       return { whole, draw };
     });
@@ -133,20 +207,44 @@
       figures.forEach((figure) => figure.draw());
     });
     const text = banded ? "Lines are means over the seeds; bands reach from the smallest to the largest." : null;
-    return section("Error", text, html("div", { class: "controls" }, scales), figures[0].whole, html("div", { class: "grid-2" }, figures[1].whole, figures[2].whole));
+    return section(
+      "Error",
+      text,
+      html("div", { class: "controls" }, scales),
+      figures[0].whole,
+      html("div", { class: "grid-2" }, figures[1].whole, figures[2].whole),
+    );
   }
 
   function loss(data) {
     const series = data.curves.loss;
-    const { whole, body } = panel("Training loss against time", series.length ? P.csvLink("training-loss", curveRows(series, "seconds")) : null);
-    P.responsive(body, () => P.drawCurves(body, { series }, { xLabel: "wall-clock time", xUnit: "seconds", yLabel: "training loss", empty: "No line of metrics has a loss." }));
-    return section("Training loss", null, whole);
+    const values = series.flatMap((each) => each.y).filter((value) => value > 0);
+    let scale = Math.max(...values) > 20 * Math.min(...values) ? "log" : "linear";
+    const link = series.length ? P.csvLink("training-loss", curveRows(series, "seconds")) : null;
+    const { whole, body } = panel("Training loss against time", link);
+    const axes = { xLabel: "wall-clock time", xUnit: "seconds", yLabel: "training loss" };
+    const empty = "No line of metrics has a loss.";
+    const draw = () => P.drawCurves(body, { series }, { ...axes, yScale: scale, empty });
+    P.responsive(body, draw);
+    const scales = choice("scale of losses", ["log", "linear"], scale, (chosen) => {
+      scale = chosen;
+      draw();
+    });
+    return section("Training loss", null, html("div", { class: "controls" }, scales), whole);
   }
 
   // Speed -------------------------------------------------------------------------------------------------------
 
   function speed(data) {
-    const parts = panel("Where the workers' time goes", data.breakdown.length ? P.csvLink("time", () => [["policy", ...P.SHOWN_KINDS], ...data.breakdown.map((row) => [row.label, ...P.SHOWN_KINDS.map((kind) => row.seconds[kind])])]) : null);
+    const parts = panel(
+      "Where the workers' time goes",
+      data.breakdown.length
+        ? P.csvLink("time", () => [
+            ["policy", ...P.SHOWN_KINDS],
+            ...data.breakdown.map((row) => [row.label, ...P.SHOWN_KINDS.map((kind) => row.seconds[kind])]),
+          ])
+        : null,
+    );
     const kinds = P.SHOWN_KINDS.filter((kind) => data.breakdown.some((row) => row.shares[kind] > 0));
     P.responsive(parts.body, () =>
       P.drawBars(
@@ -155,68 +253,180 @@
           rows: data.breakdown.map((row) => ({
             label: row.label,
             text: `${P.percent(row.shares.computing)} computing`,
-            parts: kinds.map((kind) => ({ kind, value: row.shares[kind], text: `${kind}: ${P.percent(row.shares[kind], 1)}, ${P.quantity(row.seconds[kind], "seconds")}` })),
+            parts: kinds.map((kind) => ({
+              kind,
+              value: row.shares[kind],
+              text: `${kind}: ${P.percent(row.shares[kind], 1)}, ${P.quantity(row.seconds[kind], "seconds")}`,
+            })),
           })),
         },
-        { kinds, label: `Shares of the workers' time: ${data.breakdown.map((row) => `${row.label} ${P.percent(row.shares.computing)} computing, ${P.percent(row.shares.waiting)} waiting`).join("; ")}`, empty: "No run tells what its workers' time went into." }
-      )
+        {
+          kinds,
+          label: `Shares of the workers' time: ${data.breakdown.map((row) => `${row.label} ${P.percent(row.shares.computing)} computing, ${P.percent(row.shares.waiting)} waiting`).join("; ")}`,
+          empty: "No run tells what its workers' time went into.",
+        },
+      ),
     );
     const figures = [
-      ["Throughput", "examples_per_second", (value) => `${P.number(value)} examples/s`, "No run tells of its examples.", NaN],
-      ["Scaling efficiency", "efficiency", (value) => P.percent(value), "There is no run of one worker to compare with.", 1],
+      [
+        "Throughput",
+        "examples_per_second",
+        (value) => `${P.number(value)} examples/s`,
+        "No run tells of its examples.",
+        NaN,
+      ],
+      [
+        "Scaling efficiency",
+        "efficiency",
+        (value) => P.percent(value),
+        "There is no run of one worker to compare with.",
+        1,
+      ],
     ].map(([title, key, show, empty, mark]) => {
       const { whole, body } = panel(title);
-      const rows = data.summary.map((row, k) => ({ label: row.label, style: k, value: row[key] })).filter((row) => Number.isFinite(row.value));
+      const rows = data.summary
+        .map((row, k) => ({ label: row.label, style: k, value: row[key] }))
+        .filter((row) => Number.isFinite(row.value));
       const total = Math.max(...rows.map((row) => row.value), Number.isFinite(mark) ? 1.02 * mark : 0);
       P.responsive(body, () =>
-        P.drawBars(body, { total, mark, rows: rows.map((row) => ({ label: row.label, text: show(row.value), parts: [{ style: row.style, value: row.value }] })) }, { label: `${title}: ${rows.map((row) => `${row.label} ${show(row.value)}`).join("; ")}`, empty })
+        P.drawBars(
+          body,
+          {
+            total,
+            mark,
+            rows: rows.map((row) => ({
+              label: row.label,
+              text: show(row.value),
+              parts: [{ style: row.style, value: row.value }],
+            })),
+          },
+          { label: `${title}: ${rows.map((row) => `${row.label} ${show(row.value)}`).join("; ")}`, empty },
+        ),
       );
       return whole;
     });
-    const text = "Efficiency is the throughput over that of one worker times the number of workers; the dashed line is 100 %.";
-    return section("Speed", null, parts.whole, html("div", { class: "grid-2" }, figures), html("p", { class: "hint muted" }, text));
+    const text =
+      "Efficiency is the throughput over that of one worker times the number of workers; the dashed line is 100 %.";
+    return section(
+      "Speed",
+      null,
+      parts.whole,
+      html("div", { class: "grid-2" }, figures),
+      html("p", { class: "hint muted" }, text),
+    );
   }
 
   function staleness(data) {
-    const rows = () => [["policy", "staleness", "pushes"], ...data.staleness.flatMap((each) => each.counts.map((count, k) => [each.label, k, count]))];
+    const rows = () => [
+      ["policy", "staleness", "pushes"],
+      ...data.staleness.flatMap((each) => each.counts.map((count, k) => [each.label, k, count])),
+    ];
     const { whole, body } = panel("Pushes by staleness", data.staleness.length ? P.csvLink("staleness", rows) : null);
-    P.responsive(body, () => P.drawHistogram(body, { panels: data.staleness }, { xLabel: "staleness (commits)", empty: "No run has a server, so no gradient is stale." }));
-    return section("Staleness", "Commits between the read of the parameters and the commit that uses the result.", whole);
+    P.responsive(body, () =>
+      P.drawHistogram(
+        body,
+        { panels: data.staleness },
+        { xLabel: "staleness (commits)", empty: "No run has a server, so no gradient is stale." },
+      ),
+    );
+    return section(
+      "Staleness",
+      "Commits between the read of the parameters and the commit that uses the result.",
+      whole,
+    );
   }
 
   // The timeline ------------------------------------------------------------------------------------------------
 
   function timeline(data) {
     const title = "Timeline";
-    if (!data.timelines.length) return section(title, null, html("p", { class: "empty" }, "No run has a timeline of its workers."));
-    const text = "Each row is a worker. Where a colour other than computing is wide, the worker made no progress.";
+    if (!data.timelines.length)
+      return section(title, null, html("p", { class: "empty" }, "No run has a timeline of its workers."));
+    const several = data.timelines.length > 1;
+    const text =
+      "Each row is a worker; only in the time of computing does it make progress. Gaps are what is no part of a step: " +
+      "evaluations, checkpoints, the start." +
+      (several ? " A second run is drawn on the same scale of time." : "");
+    const first = Math.max(
+      0,
+      data.timelines.findIndex((each) => each.data.workers.length > 1),
+    );
+    const rows = several
+      ? [timelineRow(data, "Run", first, false), timelineRow(data, "Beside it", null, true)]
+      : [timelineRow(data, null, 0, false)];
+    P.shownTimelines = [];
+    const show = () => {
+      const shown = rows.filter((row) => row.chosen() !== null);
+      const seconds = Math.max(...shown.map((row) => row.chosen().data.seconds));
+      for (const row of rows) row.show(seconds, (view) => rows.forEach((other) => other !== row && other.follow(view)));
+      P.shownTimelines = shown.map((row) => row.drawn());
+    };
+    rows.forEach((row) => row.select.addEventListener("change", show));
+    show();
+    return section(
+      title,
+      text,
+      rows.map((row) => row.whole),
+    );
+  }
+
+  // One run's timeline, with its chooser and the sums of its workers.
+  function timelineRow(data, title, first, optional) {
     const name = (each) => (each.seed === null ? each.label : `${each.label}, seed ${each.seed}`);
-    const first = Math.max(0, data.timelines.findIndex((each) => each.data.workers.length > 1));
-    const select = html("select", {}, data.timelines.map((each, k) => html("option", { value: k, selected: k === first }, name(each))));
+    const select = html(
+      "select",
+      {},
+      optional ? html("option", { value: "" }, "no other run") : null,
+      data.timelines.map((each, k) => html("option", { value: k, selected: k === first }, name(each))),
+    );
     const body = html("div", { class: "timeline" });
     const note = html("p", { class: "hint muted" });
-    const sums = html("details", { class: "sums" }, html("summary", {}, "Seconds of each worker"), html("div", { class: "scrolled" }));
+    const sums = html("details", {}, html("summary", {}, "Seconds of each worker"), html("div", { class: "scrolled" }));
+    const heading = title
+      ? html("div", { class: "controls" }, html("label", {}, title, select))
+      : html("h3", {}, name(data.timelines[0]));
+    const shownPart = html("div", { hidden: optional }, body, note, sums);
+    const chosen = () => (select.value === "" ? null : data.timelines[select.value]);
     let drawn = null;
-    const show = () => {
-      const { data: spans } = data.timelines[select.value || 0];
-      if (drawn) {
-        drawn.update(spans);
-        drawn.reset();
-      } else drawn = P.drawTimeline(body, spans);
-      P.shownTimeline = drawn;
+    let before = null;
+    const show = (seconds, onView) => {
+      const each = chosen();
+      shownPart.hidden = each === null;
+      if (each === null) return;
+      const spans = { ...each.data, seconds };
+      drawn ??= P.drawTimeline(body, spans, { onView });
+      drawn.update(spans);
+      if (each !== before) drawn.reset();
+      before = each;
       const merged = spans.merged ? "Short spans are merged; a column shows their shares above each other. " : "";
       note.textContent = `${merged}${spans.hidden ? `${spans.hidden} more workers are not drawn.` : ""}`;
       sums.lastElementChild.replaceChildren(sumsTable(spans));
     };
-    select.addEventListener("change", show);
-    show();
-    const chooser = data.timelines.length > 1 ? html("div", { class: "controls" }, html("label", {}, "Run", select)) : html("h3", {}, name(data.timelines[0]));
-    return section(title, text, chooser, body, note, sums);
+    const follow = (view) => chosen() && drawn?.follow(view);
+    return {
+      whole: html("div", { class: "timeline-row" }, heading, shownPart),
+      select,
+      chosen,
+      show,
+      follow,
+      drawn: () => drawn,
+    };
   }
 
   function sumsTable(spans) {
-    const head = html("tr", {}, ["worker", ...P.SHOWN_KINDS].map((name) => html("th", { scope: "col" }, name)));
-    const rows = P.timelineSums(spans).map((worker) => html("tr", {}, html("th", { scope: "row" }, String(worker.rank)), worker.seconds.map((each) => html("td", {}, P.number(each)))));
+    const head = html(
+      "tr",
+      {},
+      ["worker", ...P.SHOWN_KINDS].map((name) => html("th", { scope: "col" }, name)),
+    );
+    const rows = P.timelineSums(spans).map((worker) =>
+      html(
+        "tr",
+        {},
+        html("th", { scope: "row" }, String(worker.rank)),
+        worker.seconds.map((each) => html("td", {}, P.number(each))),
+      ),
+    );
     return html("table", {}, html("thead", {}, head), html("tbody", {}, rows));
   }
 
@@ -226,10 +436,27 @@
     if (!rows.length) return section(title, "All workers were there from the start to the end.");
     const columns = ["at", "worker", "what", "run"];
     const lines = rows.map((row) =>
-      html("tr", {}, [P.quantity(row.seconds, "seconds"), `worker ${row.worker}`, row.what === "joined" && row.incarnation ? `joined again (incarnation ${row.incarnation})` : row.what, row.seed === null ? row.label : `${row.label}, seed ${row.seed}`].map((text, k) => html("td", { class: k < 2 ? "left whole" : "left" }, text)))
+      html(
+        "tr",
+        {},
+        [
+          P.quantity(row.seconds, "seconds"),
+          `worker ${row.worker}`,
+          row.what === "joined" && row.incarnation ? `joined again (incarnation ${row.incarnation})` : row.what,
+          row.seed === null ? row.label : `${row.label}, seed ${row.seed}`,
+        ].map((text, k) => html("td", { class: k < 2 ? "left whole" : "left" }, text)),
+      ),
     );
-    const head = html("tr", {}, columns.map((name) => html("th", { scope: "col", class: "left" }, name)));
-    const table = html("div", { class: "scrolled", tabindex: 0 }, html("table", {}, html("thead", {}, head), html("tbody", {}, lines)));
+    const head = html(
+      "tr",
+      {},
+      columns.map((name) => html("th", { scope: "col", class: "left" }, name)),
+    );
+    const table = html(
+      "div",
+      { class: "scrolled", tabindex: 0 },
+      html("table", {}, html("thead", {}, head), html("tbody", {}, lines)),
+    );
     return section(title, more ? `${more} more are not listed.` : null, table);
   }
 
@@ -238,16 +465,28 @@
   function runs(data) {
     const again = data.command ? [html("h3", {}, "All of it again"), html("pre", {}, data.command)] : [];
     const each = data.runs.map((run) => {
-      const facts = [run.workers ? `${run.workers} worker${run.workers === 1 ? "" : "s"}` : null, run.steps === null ? null : `${P.number(run.steps, 9)} steps`, P.quantity(run.seconds, "seconds"), run.being_written ? "being written" : null];
+      const facts = [
+        run.workers ? `${run.workers} worker${run.workers === 1 ? "" : "s"}` : null,
+        run.steps === null ? null : `${P.number(run.steps, 9)} steps`,
+        P.quantity(run.seconds, "seconds"),
+        run.being_written ? "being written" : null,
+      ];
       return html(
         "details",
         {},
-        html("summary", {}, run.seed === null ? run.label : `${run.label}, seed ${run.seed}`, html("span", { class: "muted" }, ` · ${facts.filter(Boolean).join(" · ")}`)),
+        html(
+          "summary",
+          {},
+          run.seed === null ? run.label : `${run.label}, seed ${run.seed}`,
+          html("span", { class: "muted" }, ` · ${facts.filter(Boolean).join(" · ")}`),
+        ),
         html("p", { class: "muted" }, run.path),
         run.notes.map((note) => html("p", {}, note)),
-        run.command ? [html("h3", {}, "Run it again"), html("pre", {}, run.command)] : html("p", {}, "Its configuration does not tell how it was started."),
+        run.command
+          ? [html("h3", {}, "Run it again"), html("pre", {}, run.command)]
+          : html("p", {}, "Its configuration does not tell how it was started."),
         html("h3", {}, "Configuration"),
-        html("pre", {}, run.config)
+        html("pre", {}, run.config),
       );
     });
     return section("Runs", null, again, each);
@@ -261,14 +500,16 @@
     addEventListener("beforeprint", () => {
       before = document.documentElement.dataset.theme;
       document.documentElement.dataset.theme = "light";
-      P.shownTimeline?.draw();
+      P.shownTimelines?.forEach((each) => each.draw());
     });
     addEventListener("afterprint", () => {
       if (before) document.documentElement.dataset.theme = before;
       else delete document.documentElement.dataset.theme;
-      P.shownTimeline?.redraw();
+      P.shownTimelines?.forEach((each) => each.redraw());
     });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("paceline-theme")));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+      document.dispatchEvent(new Event("paceline-theme")),
+    );
   }
 
   P.makeReport = (element, data) => {
@@ -286,7 +527,9 @@
       P.makeReport(element, JSON.parse(document.getElementById("data").textContent));
       lightOnPaper();
     } catch (error) {
-      element.append(html("p", { class: "message failure", role: "alert" }, `The report could not be drawn: ${error.message}`));
+      element.append(
+        html("p", { class: "message failure", role: "alert" }, `The report could not be drawn: ${error.message}`),
+      );
       throw error;
     }
   }

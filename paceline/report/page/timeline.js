@@ -2,7 +2,7 @@
 //
 //   const timeline = Paceline.drawTimeline(element, data, options)
 //   timeline.update(data)     other data, such as those of another run, or of the same run a second later
-//   timeline.zoom(factor), timeline.show(from, to), timeline.reset(), timeline.redraw()
+//   timeline.zoom(factor), timeline.show(from, to), timeline.reset(), timeline.follow(view), timeline.redraw()
 //   timeline.view             {from, to} in seconds, and `end`, the end of the run
 //
 // `data` is {seconds, quantum, workers: [{rank, start, duration, kind, step, shares, counts}]}, as spans.py packs it:
@@ -32,12 +32,27 @@
 
   function unpack(data) {
     return data.workers.map((worker) => {
-      const [start, duration, step, kind] = [words(worker.start), words(worker.duration), words(worker.step), bytes(worker.kind)];
+      const [start, duration, step, kind] = [
+        words(worker.start),
+        words(worker.duration),
+        words(worker.step),
+        bytes(worker.kind),
+      ];
       const mixture = new Int32Array(kind.length); // the number of each mixture among them
       let mixtures = 0;
       for (let k = 0; k < kind.length; k++) if (kind[k] === MIXTURE) mixture[k] = mixtures++;
       const sums = new Float64Array(PARTS);
-      const unpacked = { rank: worker.rank, start, duration, step, kind, mixture, shares: bytes(worker.shares), counts: words(worker.counts), sums };
+      const unpacked = {
+        rank: worker.rank,
+        start,
+        duration,
+        step,
+        kind,
+        mixture,
+        shares: bytes(worker.shares),
+        counts: words(worker.counts),
+        sums,
+      };
       for (let k = 0; k < kind.length; k++) addParts(unpacked, k, duration[k], sums, 0);
       return unpacked;
     });
@@ -65,7 +80,12 @@
   }
 
   P.drawTimeline = (element, data, options = {}) => {
-    const canvas = html("canvas", { tabindex: 0, role: "application", "aria-roledescription": "timeline", class: "timeline-canvas" });
+    const canvas = html("canvas", {
+      tabindex: 0,
+      role: "application",
+      "aria-roledescription": "timeline",
+      class: "timeline-canvas",
+    });
     const frame = html("div", { class: "timeline-frame" }, canvas);
     const box = html("div", { class: "reading", hidden: true });
     const spoken = html("p", { class: "visually-hidden", role: "status" });
@@ -84,9 +104,13 @@
       button("←", "earlier", () => move(-0.3)),
       button("→", "later", () => move(0.3)),
       button("whole run", "show the whole run", () => reset()),
-      where
+      where,
     );
-    const help = html("p", { class: "muted hint" }, "Drag to move, pinch to zoom. Click it, then turn the wheel or press + and −; arrows move, 0 shows all, comma and full stop go from span to span.");
+    const help = html(
+      "p",
+      { class: "muted hint" },
+      "Drag to move, pinch to zoom. Click it, then turn the wheel or press + and −; arrows move, 0 shows all, comma and full stop go from span to span.",
+    );
     element.replaceChildren(controls, html("div", { class: "drawing" }, frame, box), legend, help, spoken);
 
     const pen = canvas.getContext("2d");
@@ -104,7 +128,10 @@
       chosen = null;
       const end = Math.max(next.seconds, 1e-6);
       view = whole ? { from: 0, to: end, end } : { ...view, end };
-      canvas.setAttribute("aria-label", `What ${workers.length} workers did in ${P.quantity(end, "seconds")}. The table below has the sums.`);
+      canvas.setAttribute(
+        "aria-label",
+        `What ${workers.length} workers did in ${P.quantity(end, "seconds")}. The table below has the sums.`,
+      );
       redraw();
     }
 
@@ -123,7 +150,14 @@
       const width = Math.max(240, frame.clientWidth || 640);
       const row = Math.max(ROW.least, Math.min(ROW.most, Math.floor(ROW.room / Math.max(1, workers.length))));
       const wide = width >= 640;
-      size = { width, left: width < 480 ? 34 : 74, right: wide ? 62 : 8, row, height: workers.length * row + AXIS, wide };
+      size = {
+        width,
+        left: width < 480 ? 34 : 74,
+        right: wide ? 76 : 8,
+        row,
+        height: workers.length * row + AXIS,
+        wide,
+      };
       const dots = globalThis.devicePixelRatio || 1;
       canvas.width = Math.round(width * dots);
       canvas.height = Math.round(size.height * dots);
@@ -178,7 +212,9 @@
       drawNames();
       if (chosen) outline(chosen);
       const whole = view.from <= 0 && view.to >= view.end;
-      where.textContent = whole ? `${P.quantity(view.end, "seconds")} in all` : `${time(view.from)} to ${time(view.to)} of ${P.quantity(view.end, "seconds")}`;
+      where.textContent = whole
+        ? `${P.quantity(view.end, "seconds")} in all`
+        : `${time(view.from)} to ${time(view.to)} of ${P.quantity(view.end, "seconds")}`;
     }
 
     // A time, with as many digits as the view needs.
@@ -237,7 +273,9 @@
           touched = true;
         }
       }
-      if (touched) for (let column = 0; column < columns; column++) fillParts(sums, column * PARTS, size.left + column, top + 1, 1, height);
+      if (touched)
+        for (let column = 0; column < columns; column++)
+          fillParts(sums, column * PARTS, size.left + column, top + 1, 1, height);
       for (const [kind, x] of marks) drawMark(kind, size.left + x, top + 1, height);
     }
 
@@ -250,7 +288,12 @@
         return;
       }
       const name = KINDS[kind];
-      pen.fillStyle = width > 4 && name === "cancelled" ? colours.cancelledHatch : width > 4 && name === "dead" ? colours.deadHatch : colours[name];
+      pen.fillStyle =
+        width > 4 && name === "cancelled"
+          ? colours.cancelledHatch
+          : width > 4 && name === "dead"
+            ? colours.deadHatch
+            : colours[name];
       pen.fillRect(x, y, width > 3 ? width - 0.5 : width, height); // a hair between neighbours of one kind
     }
 
@@ -311,12 +354,16 @@
       const worker = workers[row];
       const [kind, length] = [worker.kind[k], worker.duration[k] * data.quantum];
       const from = `from ${time(worker.start[k] * data.quantum)}`;
-      if (kind === BEGAN) return [`worker ${worker.rank}`, "joined", worker.step[k] ? `incarnation ${worker.step[k]}` : "", from];
+      if (kind === BEGAN)
+        return [`worker ${worker.rank}`, "joined", worker.step[k] ? `incarnation ${worker.step[k]}` : "", from];
       if (kind === LEFT) return [`worker ${worker.rank}`, "left", from];
       if (kind === DEAD) return [`worker ${worker.rank}`, "dead", P.quantity(length, "seconds"), from];
-      if (kind !== MIXTURE) return [`worker ${worker.rank}, step ${worker.step[k]}`, KINDS[kind], P.quantity(length, "seconds"), from];
+      if (kind !== MIXTURE)
+        return [`worker ${worker.rank}, step ${worker.step[k]}`, KINDS[kind], P.quantity(length, "seconds"), from];
       const at = worker.mixture[k];
-      const shares = [0, 1, 2, 3].map((part) => [KINDS[part], worker.shares[4 * at + part] / 255]).filter(([, share]) => share > 0.002);
+      const shares = [0, 1, 2, 3]
+        .map((part) => [KINDS[part], worker.shares[4 * at + part] / 255])
+        .filter(([, share]) => share > 0.002);
       return [
         `worker ${worker.rank}, from step ${worker.step[k]}`,
         `${worker.counts[at]} short spans in ${P.quantity(length, "seconds")}`,
@@ -358,11 +405,18 @@
 
     // Zooming and moving ----------------------------------------------------------------------------------------
 
+    // Show what another timeline shows.
+    function follow(other) {
+      view = { ...view, from: other.from, to: other.to };
+      redraw();
+    }
+
     function show(from, to) {
       const least = Math.max(data.quantum * 10, view.end * 1e-7);
       const length = Math.min(view.end, Math.max(least, to - from));
       const start = Math.max(0, Math.min(view.end - length, from));
       view = { ...view, from: start, to: start + length };
+      options.onView?.(view);
       redraw();
     }
 
@@ -407,14 +461,18 @@
     }
     canvas.addEventListener("pointerleave", () => (box.hidden = true));
     canvas.addEventListener("dblclick", (event) => zoom(0.4, toSeconds(place(event).x)));
-    canvas.addEventListener("wheel", (event) => {
-      const wanted = event.ctrlKey || event.metaKey || document.activeElement === canvas;
-      if (!wanted) return; // else a reader who scrolls the page would be caught here
-      event.preventDefault();
-      const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey;
-      if (sideways) move((event.deltaX || event.deltaY) / across());
-      else zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 300))), toSeconds(place(event).x));
-    }, { passive: false });
+    canvas.addEventListener(
+      "wheel",
+      (event) => {
+        const wanted = event.ctrlKey || event.metaKey || document.activeElement === canvas;
+        if (!wanted) return; // else a reader who scrolls the page would be caught here
+        event.preventDefault();
+        const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey;
+        if (sideways) move((event.deltaX || event.deltaY) / across());
+        else zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 300))), toSeconds(place(event).x));
+      },
+      { passive: false },
+    );
     canvas.addEventListener("blur", () => {
       chosen = null;
       redraw();
@@ -445,7 +503,10 @@
       const row = chosen ? Math.max(0, Math.min(workers.length - 1, chosen.row + rows)) : 0;
       const worker = workers[row];
       if (!worker.start.length) return;
-      let k = chosen && !rows ? chosen.k + spans : lastBefore(worker.start, (chosen ? workers[chosen.row].start[chosen.k] : view.from / data.quantum));
+      let k =
+        chosen && !rows
+          ? chosen.k + spans
+          : lastBefore(worker.start, chosen ? workers[chosen.row].start[chosen.k] : view.from / data.quantum);
       k = Math.max(0, Math.min(worker.start.length - 1, k));
       chosen = { row, k };
       const [from, to] = [worker.start[k] * data.quantum, (worker.start[k] + worker.duration[k]) * data.quantum];
@@ -459,11 +520,26 @@
     const observer = P.responsive(frame, redraw);
     document.addEventListener("paceline-theme", redraw);
     update(data);
-    return { update, zoom, show, reset, redraw, draw, observer, get view() { return { ...view }; } };
+    return {
+      update,
+      zoom,
+      follow,
+      show,
+      reset,
+      redraw,
+      draw,
+      observer,
+      get view() {
+        return { ...view };
+      },
+    };
   };
 
   // Seconds by kind of every worker, for a table beside the picture.
   P.timelineSums = (data) =>
-    unpack(data).map((worker) => ({ rank: worker.rank, seconds: SHOWN.map((_, part) => worker.sums[part] * data.quantum) }));
+    unpack(data).map((worker) => ({
+      rank: worker.rank,
+      seconds: SHOWN.map((_, part) => worker.sums[part] * data.quantum),
+    }));
   P.SHOWN_KINDS = SHOWN;
 })();
