@@ -10,6 +10,8 @@
   const KINDS = ["computing", "waiting", "exchanging", "cancelled"];
   const STATES = { c: "computing", w: "waiting", e: "exchanging", d: "dead", l: "left", "?": "expected" };
   const [EVERY, PATIENCE, ROWS, FEW] = [1000, 8000, 32, 24];
+  const LAG = 1.5; // seconds by which the strips are late, so that their ends have arrived
+  const SMOOTH = 2; // seconds over which rates are averaged
   const at = (id) => document.getElementById(id);
 
   let turn = -1;
@@ -167,10 +169,10 @@
 
   P.duration = (seconds) => {
     if (!Number.isFinite(seconds)) return "–";
-    if (seconds < 60) return `${seconds < 9.95 ? seconds.toFixed(1) : Math.round(seconds)} s`;
+    if (seconds < 60) return `${seconds < 9.95 ? seconds.toFixed(1) : Math.round(seconds)}\u00a0s`;
     const minutes = Math.floor(Math.round(seconds) / 60);
-    if (minutes < 60) return `${minutes}:${String(Math.round(seconds) % 60).padStart(2, "0")} min`;
-    return `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")} h`;
+    if (minutes < 60) return `${minutes}:${String(Math.round(seconds) % 60).padStart(2, "0")}\u00a0min`;
+    return `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}\u00a0h`;
   };
 
   // Workers -------------------------------------------------------------------------------------------------------
@@ -273,7 +275,7 @@
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.clearRect(0, 0, width, height);
     const { cell, cells } = data.run;
-    const begin = now - cells * cell;
+    const begin = now - LAG - cells * cell;
     const x = (time) => ((time - begin) / (cells * cell)) * width;
     const each = width / cells;
     for (const [number, shares] of strips.get(worker.rank) ?? []) {
@@ -327,7 +329,7 @@
     };
     const figures = [
       ["loss", column(1, "training loss", 0)],
-      ["throughput", column(2, "examples per second", 2)],
+      ["throughput", smoothed(column(2, "examples per second", 2), Math.ceil(SMOOTH / width))],
     ];
     const tests = run.evaluations;
     const metric = tests.length ? metricOf(tests.at(-1)) ?? "test_loss" : null;
@@ -344,6 +346,12 @@
       changed(`curve-${id}`, [series, element.clientWidth], () => P.drawCurves(element, { series: [series] }, { label: `${series.label} against time`, xLabel: "time since the run began", xUnit: "seconds", height: 220, endLabels: false, empty: "Nothing has been measured yet." }));
     }
     drawStaleness(run);
+  }
+
+  // Each value becomes the mean of the last `count` ones.
+  function smoothed(series, count) {
+    const mean = (k) => series.y.slice(Math.max(0, k + 1 - count), k + 1).reduce((sum, y) => sum + y, 0) / Math.min(count, k + 1);
+    return { ...series, y: series.y.map((_, k) => mean(k)) };
   }
 
   function drawStaleness(run) {
