@@ -85,9 +85,15 @@ class Hand:
         return self.line.receive(self._into()) is None
 
     def ask(self, epochs: int = -1) -> Go:
-        asked = self.step + 100
-        self.say(Ask(epochs, asked))
-        while (go := self.go()).ask != asked:
+        self.request(epochs)
+        return self.answer()
+
+    def request(self, epochs: int = -1) -> None:
+        self.asked = self.step + 100
+        self.say(Ask(epochs, self.asked))
+
+    def answer(self) -> Go:
+        while (go := self.go()).ask != self.asked:
             pass  # it was on its way
         return go
 
@@ -160,7 +166,9 @@ def batches(*hands: Hand, epochs: int = 1) -> list[int]:
     """All ask for batches, in turn."""
     for hand in hands:
         hand.say(DATA)
-    return [hand.ask(epochs).batch for hand in hands]
+    for hand in hands:
+        hand.request(epochs)
+    return [hand.answer().batch for hand in hands]
 
 
 def wait_until_read(line: Connection | None) -> None:

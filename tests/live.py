@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -110,6 +110,7 @@ class Cluster:
         in_place_of: Cluster | None = None,
         trace: TraceWriter | None = None,
         codec: str | None = None,
+        codec_state: Mapping[str, Any] | None = None,
     ) -> None:
         self.policy = cast(ServerPolicy, parse_policy(policy))
         self.rule = CommitRule.of(self.policy, read_codec(codec))
@@ -124,7 +125,9 @@ class Cluster:
         self.address: str = self.listener.bind(local)
         self.tcp_address: str = self.listener.bind(remote)
         self.memory = os.memfd_create("test")
-        self.server = self.make_server(workers=workers, version=version, seed=seed, trace=trace)
+        self.server = self.make_server(
+            workers=workers, version=version, seed=seed, trace=trace, codec_state=codec_state
+        )
         self.lines: list[Connection] = []  # are closed in the end
         self.failure: BaseException | None = None
         self.ended_well: bool | None = None
@@ -211,7 +214,7 @@ class Cluster:
         """The first weight of ``Weights``."""
         return cast(Weights, self.train_state.model).value
 
-    def client(self, model: nn.Module, rank: int = -1, *, address: str | None = None) -> Client:
+    def client(self, model: nn.Module, rank: int = -1, *, address: str | None = None, here: bool = False) -> Client:
         return Client(
             model,
             address=address or self.address,
@@ -219,7 +222,7 @@ class Cluster:
             sealed=False,
             rank=rank,
             incarnation=0,
-            memory=None,
+            memory=self.memory if here else None,
         )
 
     def session(

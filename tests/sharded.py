@@ -122,7 +122,7 @@ class ShardedCluster(Cluster):
             if each.failure is not None:
                 raise AssertionError("a server beside the first has failed") from each.failure
 
-    def client(self, model: nn.Module, rank: int = -1, *, address: str | None = None) -> Client:
+    def client(self, model: nn.Module, rank: int = -1, *, address: str | None = None, here: bool = False) -> Client:
         return Client(
             model,
             address=address or self.address,
@@ -130,7 +130,7 @@ class ShardedCluster(Cluster):
             sealed=self._sealed and address is not None,
             rank=rank,
             incarnation=0,
-            memory=None,
+            memory=self.memory if here else None,
         )
 
 

@@ -281,7 +281,7 @@ METHODS = [
 class Here(ShardedCluster):
     """Servers whose workers share their memory."""
 
-    def client(self, model: nn.Module, rank: int = -1, *, address: str | None = None) -> Client:
+    def client(self, model: nn.Module, rank: int = -1, *, address: str | None = None, here: bool = True) -> Client:
         return Client(
             model,
             address=self.address,

@@ -71,10 +71,10 @@ def work(session: WorkerSession, train_state: TrainState) -> dict[int, list[Tens
     pushed: dict[int, list[Tensor]] = {}
     encode = session._client._packing.encode  # type: ignore[union-attr]
 
-    def noting() -> list[Tensor]:
+    def noting(step: int) -> list[Tensor]:
         gradients = [cast(Tensor, parameter.grad).clone() for parameter in train_state.model.parameters()]
         pushed[session._client._step] = gradients
-        return encode()
+        return encode(step)
 
     session._client._packing.encode = noting  # type: ignore[union-attr, method-assign]
     for (inputs,) in session.batches(DATA, batch_size=2, epochs=6):
@@ -191,6 +191,63 @@ def test_a_worker_that_joins_again_begins_with_nothing() -> None:
         hand.client.close()
 
 
+# In checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def residuals_in(state: dict[str, Any]) -> dict[int, list[float]]:
+    return {each["rank"]: each["up"][0].tolist() for each in state["workers"]}
+
+
+def test_a_checkpoint_has_what_codecs_remember_of_the_pushes_that_are_committed() -> None:
+    """Whether a worker waits, has pushed what is not committed yet, has died, or is on another host."""
+    options: dict[str, Any] = {"workers": 4, "codec": "top-k(density=0.125)"}
+    kept = [0.0, *map(float, range(1, 7)), 0.0]
+    with Cluster("k-async(k=2)", weights_state(8), **options) as cluster:
+        hands = [CodedHand(cluster, rank, here=rank < 3) for rank in range(4)]
+        for hand in hands:
+            hand.client.next_step(-1)
+        first, second, third, elsewhere = hands
+        assert residuals_in(cluster.server.codec_state()) == {rank: [0.0] * 8 for rank in range(3)}
+        for hand in (first, elsewhere):
+            hand.push(*range(8))
+        for hand in (first, elsewhere):
+            hand.client.next_step(-1)
+        second.push(*range(8))
+        cluster.until(lambda: cluster.server.figures()[1]["pushes"] == 1)
+        state = cluster.server.codec_state()
+        assert residuals_in(state) == {0: kept, 1: [0.0] * 8, 2: [0.0] * 8}
+        assert any(second.residual), "of a push that is not committed"
+        first.client.close()
+        cluster.until(lambda: 0 not in cluster.server._members)
+        assert residuals_in(cluster.server.codec_state()) == residuals_in(state)
+        for hand in (second, third, elsewhere):
+            hand.client.close()
+    with Cluster("k-async(k=2)", weights_state(8), codec_state=state, **options) as cluster:
+        assert residuals_in(cluster.server.codec_state()) == residuals_in(state), "before anybody has joined"
+        hands = [CodedHand(cluster, rank, here=rank != 1) for rank in range(3)]
+        assert [hand.residual for hand in hands] == [kept, [0.0] * 8, [0.0] * 8]
+        assert residuals_in(cluster.server.codec_state()) == {0: kept, 2: [0.0] * 8}, "the second is elsewhere now"
+        cast(Any, hands[0].client._connection).give_up()
+        hands[0].client.next_step(-1)
+        assert hands[0].residual == [0.0] * 8, "a new incarnation begins with nothing"
+        for hand in hands:
+            hand.client.close()
+
+
+def test_who_goes_on_before_its_pushes_are_committed_begins_anew_in_a_resumed_run() -> None:
+    """What its codec remembers is of pushes that the checkpoint does not have."""
+    with Cluster("k-batch-async(k=3)", weights_state(8), workers=1, codec="top-k(density=0.125)") as cluster:
+        hand = CodedHand(cluster, 0, here=True)
+        for pushes, known in ((1, []), (2, []), (3, [0])):
+            hand.client.next_step(-1)
+            hand.push(*range(8))
+            hand.client.next_step(-1) if pushes == 3 else cluster.until(
+                lambda pushes=pushes: cluster.server.figures()[0]["pushes"] == pushes  # type: ignore[misc]
+            )
+            assert [*residuals_in(cluster.server.codec_state())] == known
+        hand.client.close()
+
+
 def test_a_parameter_without_a_gradient_gets_what_waits_for_it() -> None:
     """And one that never had a gradient is none of the optimizer's business."""
     train_state = weights_state(2, 2)
@@ -271,7 +328,9 @@ def test_another_server_refuses_an_altered_packet(monkeypatch: pytest.MonkeyPatc
             parameter.grad = torch.ones(8)
         assert client._packing is not None
         encode = client._packing.encode
-        monkeypatch.setattr(client._packing, "encode", lambda: [packet + (n == 1) for n, packet in enumerate(encode())])
+        monkeypatch.setattr(
+            client._packing, "encode", lambda step: [packet + (n == 1) for n, packet in enumerate(encode(step))]
+        )
         with pytest.raises(CommError, match="packet"):
             client.push(examples=1, loss=None, seconds=0.0)
         assert cluster.value == 0.0

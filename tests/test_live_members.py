@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from led_by_hand import Hand, batches, cluster_of_hands
+from led_by_hand import DATA, Hand, batches, cluster_of_hands
 from live import Cluster
 
 from paceline.transport.messages import Ask, Leave, PushMessage, Skip, Unknown
@@ -141,9 +141,9 @@ def test_a_lost_connection_to_another_host_is_noticed() -> None:
 def test_the_server_ends_when_all_have_left() -> None:
     with Cluster("sync", workers=3) as cluster:
         first, second = Hand(cluster, 0), Hand(cluster, 1)
-        batches(first, second)
-        first.say(Leave(failed=False))
-        second.say(Leave(failed=False))
+        for hand in (first, second):
+            hand.ask()
+            hand.say(Leave(failed=False))
         assert second.hears_nothing() and cluster.ended_well is None, "the third is still expected"
         third = Hand(cluster, 2)
         third.say(Leave(failed=True))
@@ -153,8 +153,19 @@ def test_the_server_ends_when_all_have_left() -> None:
 def test_one_who_never_comes_can_be_said_to_be_gone() -> None:
     with Cluster("sync", workers=2) as cluster:
         hand = Hand(cluster, 0)
-        batches(hand)
+        hand.ask()
         hand.push(1.0)
         assert hand.hears_nothing()
         cluster.server.worker_is_gone(1)
         assert hand.go().version == 1
+
+
+def test_a_round_of_batches_begins_when_all_ask_and_the_first_batch_is_that_of_the_first_rank() -> None:
+    with cluster_of_hands("sync", 3) as (cluster, (first, second, third)):
+        for hand in (third, second):
+            hand.say(DATA)
+            hand.request(1)
+            assert hand.hears_nothing()
+        first.close()
+        assert (second.answer().batch, third.answer().batch) == (0, 1), "one that will not come is not waited for"
+        cluster.check()

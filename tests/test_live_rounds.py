@@ -128,10 +128,12 @@ def test_all_are_members_again_before_the_first_goes_on() -> None:
                 second.push(1.0)
                 for hand in (first, second):
                     hand.finish() if number == 2 else hand.go()
-        assert first.ask(3).epoch == 2
-        first.push(1.0)
+        first.request(3)
         assert first.hears_nothing(), "the second has not even asked"
-        second.ask(3)
+        second.request(3)
+        assert first.answer().epoch == second.answer().epoch == 2
+        first.push(1.0)
+        assert first.hears_nothing()
         second.push(1.0)
         assert first.go().version == second.go().version == 7
 

@@ -326,9 +326,10 @@ def saved_after(
             host=host,
             version=host.steps,
             codec=codec,
+            codec_state=host._progress.codecs,
         )
-        host._shards = cluster.shards
-        with pushers(cluster, [Model()]) as (worker,):
+        host._shards, host._progress.codecs_now = cluster.shards, cluster.server.codec_state
+        with pushers(cluster, [Model()], here=codec is not None) as (worker,):
             worker.saves_to = str(folder / "last")  # after every push
             lead([worker], turns)
         host._shards = None
@@ -346,13 +347,32 @@ def test_a_run_of_two_servers_goes_on_with_another_number(tmp_path: Path, server
     assert_same(parts_of(rest), parts_of(undisturbed))
 
 
-@pytest.mark.parametrize("codec", ["cast(to=bf16)", "qsgd(levels=3, bucket=8, raw_below=0)", "sign(feedback=false)"])
-def test_a_run_with_a_codec_that_remembers_nothing_goes_on_to_the_bit(tmp_path: Path, codec: str) -> None:
+CODECS = [
+    "qsgd(levels=3, bucket=8, raw_below=0)",
+    "sign(bucket=8)",
+    "top-k(density=0.25, momentum=0.5, warm_up=12)",
+    "threshold(tau=0.2, adaptive=0.1)",
+    "power-sgd(rank=1)",
+]
+BOTH = ["cast(to=fp8, both=true)", "sign(bucket=8, both=true)", "power-sgd(rank=1, both=true)"]
+
+
+@pytest.mark.parametrize(("codec", "servers"), [*((each, 2) for each in CODECS), *((each, 1) for each in BOTH)])
+def test_a_run_with_a_codec_goes_on_to_the_bit(tmp_path: Path, codec: str, servers: int) -> None:
     """With the same number of servers, since each has a packet of its own."""
-    undisturbed = saved_after(tmp_path / "whole", range(16), 2, codec=codec)
-    half = saved_after(tmp_path / "half", range(8), 2, codec=codec)
-    rest = saved_after(tmp_path / "rest", range(8, 16), 2, resume=half, codec=codec)
+    undisturbed = saved_after(tmp_path / "whole", range(16), servers, codec=codec)
+    half = saved_after(tmp_path / "half", range(8), servers, codec=codec)
+    rest = saved_after(tmp_path / "rest", range(8, 16), servers, resume=half, codec=codec)
     assert_same(parts_of(rest), parts_of(undisturbed))
+    assert_same(read_checkpoint(rest)["exchange"]["codecs"], read_checkpoint(undisturbed)["exchange"]["codecs"])
+
+
+def test_what_codecs_keep_is_not_for_another_number_of_servers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = saved_after(tmp_path / "half", range(8), 2, codec="sign(bucket=8)")
+    saved_after(tmp_path / "rest", range(8, 12), 3, resume=half, codec="sign(bucket=8)")
+    assert "version 8: what codec sign(bucket=8) has kept back on workers 0 is lost" in caplog.text
 
 
 def test_the_first_server_keeps_its_own_part_alone(tmp_path: Path) -> None:

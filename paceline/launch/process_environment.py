@@ -42,10 +42,8 @@ class ProcessEnvironment:
         return self._environment(world, self.assignment and self._assignment_of_worker(self.assignment, incarnation))
 
     def _assignment_of_worker(self, assignment: ServerAssignment, incarnation: int) -> ServerAssignment:
-        # A replay sends parameters: a read of shared memory depends on its moment.
-        memory = assignment.memory_fd if assignment.replay is None else None
         threads = None if has_users_threads(self._outer) else threads_per_worker(self.workers)
-        return replace(assignment, incarnation=incarnation, memory_fd=memory, threads=threads)
+        return replace(assignment, incarnation=incarnation, threads=threads)
 
     def server(self, *, bind: str | None = None, incarnation: int = 0, shard: int = 0) -> dict[str, str]:
         """The environment of the server, or of one of several; a server has no rank."""

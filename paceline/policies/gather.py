@@ -109,6 +109,7 @@ class Sync(Gather):
 
     name: ClassVar[str] = "sync"
     has_stale_pushes = False
+    needs_all = True
 
     def pushes_per_commit(self, workers: int) -> int:
         return workers

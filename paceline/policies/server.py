@@ -25,6 +25,7 @@ class ServerPolicy(Policy, ABC):
     """
 
     takes_all: ClassVar[bool] = False  # whether every commit is ``commit_of`` all pushes since the last, in order
+    needs_all: ClassVar[bool] = False  # whether every commit needs a push of every worker
     coded: ClassVar[bool] = False  # whether steps are parts of rounds, which every Send names as the worker's work
     # Of differences and parameters, all steps begin with a Send and none with a Continue. A worker that has pushed
     # parameters is sent no step before their commit, and neither is its next incarnation.

@@ -51,6 +51,7 @@ class Joined(NamedTuple):
     life: int
     at: float  # seconds since the server began
     epoch: int = 0  # the first unfinished one
+    kept: bool = False  # with what its codec remembered in an earlier run
 
 
 class Left(NamedTuple):
@@ -203,7 +204,7 @@ Record: TypeAlias = (
 
 _FORMATS: dict[int, tuple[type[Record], struct.Struct]] = {
     1: (Began, struct.Struct("<Q?")),
-    2: (Joined, struct.Struct("<IIdQ")),
+    2: (Joined, struct.Struct("<IIdQ?")),
     3: (Left, struct.Struct("<I?dQ")),
     4: (Asked, struct.Struct("<IqQ")),
     5: (Given, struct.Struct("<IQQ?qqId?")),

@@ -33,6 +33,14 @@ class RecordedBatch(NamedTuple):
         return f"batch {self.number} of epoch {self.epoch}"
 
 
+class RecordedCodec(NamedTuple):
+    """What a worker's codec remembers: its pushes since it joined, or since it did in a run that was then resumed."""
+
+    joined: int  # how often it had joined then
+    since: int  # the version at that moment
+    undone: bool = False  # but for the last one before it joined again, which was lost
+
+
 @dataclass(frozen=True)
 class RecordedPush:
     """An accepted push, and everything that its gradients depend on beside the parameters of its version."""
@@ -41,7 +49,7 @@ class RecordedPush:
     batches: tuple[RecordedBatch, ...]
     fresh: bool  # False: the worker went on with its own buffers, and not the server's
     joined: int  # how often its worker had joined
-    since: int  # the version at which it had last joined
+    codec: RecordedCodec  # of its worker
 
     def __str__(self) -> str:
         batches = ", ".join(map(str, self.batches))
@@ -52,9 +60,10 @@ class RecordedSend(NamedTuple):
     """Parameters that were sent to a worker."""
 
     rank: int
-    joined: int  # how often it had joined
+    joined: int  # how often it had joined when its codec began
     step: int  # -1: there were no more batches
     packet: bool  # a packet was sent in their place
+    again: bool  # it has joined again since the last ones, and its codec remembers them
 
 
 class RecordedCommit(NamedTuple):
@@ -104,12 +113,15 @@ class _Reading:
         self.plan = Plan()
         self.begun = False
         self.joined: Counter[int] = Counter()  # by rank: how often
-        self.since: dict[int, int] = {}  # by rank: the version at which it has joined
+        self.codecs: dict[int, RecordedCodec] = {}  # by rank
         self.given: dict[int, Given] = {}  # by rank: the step under way
         self.batches: dict[int, list[RecordedBatch]] = {}  # of that step
         self.taken: dict[tuple[int, int], RecordedPush] = {}  # by rank and step: and not committed yet
         self.chosen: dict[tuple[int, int], Chose] = {}  # those of the next commit
         self.versions: dict[int, int] = {}  # by rank: of the parameters that its last push was computed from
+        self.last: dict[int, int] = {}  # by rank: the step of its last push since it joined
+        self.again: set[int] = set()  # ranks that have joined again with what their codecs remember
+        self.lost: set[tuple[int, int]] = set()  # rank and step of pushes that were not committed when the server ended
 
     def read(self, records: Iterable[Record]) -> Plan:
         for record in records:
@@ -117,9 +129,7 @@ class _Reading:
                 case Began():
                     self._begin(record)
                 case Joined():
-                    self.joined[record.rank] += 1
-                    self.since[record.rank] = self.plan.last
-                    self._forget(record.rank)
+                    self._join(record)
                 case Given():
                     self.given[record.rank] = record
                     self.batches[record.rank] = [RecordedBatch(record.epoch, record.batch, record.weight)]
@@ -159,15 +169,28 @@ class _Reading:
                 f"version {self.plan.last}"
             )
         self.plan.ended = None
+        self.lost = {*self.taken}
         self.given, self.batches, self.taken, self.chosen, self.versions = {}, {}, {}, {}, {}
 
-    def _forget(self, rank: int) -> None:
-        self.given.pop(rank, None)
-        self.batches.pop(rank, None)
-        self.versions.pop(rank, None)
+    def _join(self, record: Joined) -> None:
+        rank = record.rank
+        self.joined[rank] += 1
+        if record.kept and rank in self.codecs:
+            undone = (rank, self.last.get(rank, -1)) in self.lost
+            self.codecs[rank] = self.codecs[rank]._replace(undone=undone)
+            self.again.add(rank)
+        else:
+            self.codecs[rank] = RecordedCodec(self.joined[rank], self.plan.last)
+        for known in (self.given, self.batches, self.versions, self.last):
+            known.pop(rank, None)
 
     def _send(self, rank: int, version: int, step: int = -1, *, packet: bool = False) -> None:
-        self.plan.sends[version].append(RecordedSend(rank, self.joined[rank], step, packet))
+        again = rank in self.again
+        self.again.discard(rank)
+        self.plan.sends[version].append(RecordedSend(rank, self._codec_of(rank).joined, step, packet, again))
+
+    def _codec_of(self, rank: int) -> RecordedCodec:
+        return self.codecs.get(rank, RecordedCodec(0, self.plan.first))
 
     def _take(self, record: Pushed) -> None:
         rank, step, version = record.rank, record.step, record.version
@@ -176,10 +199,8 @@ class _Reading:
             raise TraceError(f"worker {rank} pushed step {step}, and the trace does not say what batch it was given")
         if not self.plan.first <= version <= self.plan.last or not (given.fresh or self.versions.get(rank) == version):
             raise TraceError(f"worker {rank} pushed step {step} on version {version}, which it cannot have had")
-        self.versions[rank] = version
-        push = RecordedPush(
-            record, tuple(self.batches[rank]), given.fresh, self.joined[rank], self.since.get(rank, self.plan.first)
-        )
+        self.versions[rank], self.last[rank] = version, step
+        push = RecordedPush(record, tuple(self.batches[rank]), given.fresh, self.joined[rank], self._codec_of(rank))
         self.taken[rank, step] = push
         self.plan.pushes.append(push)
 

@@ -29,12 +29,15 @@ from paceline.record.fingerprints import hash_of, state_tensors
 from paceline.replay.outcome import Differs, Replayed, ReplayedPush, gradients_of, same_bits
 from paceline.replay.reads import Read, read_versions
 from paceline.server.averages import Average
+from paceline.server.kept_codecs import KeptCodecs
 from paceline.store.behind import Behind
+from paceline.store.codec_memory import CodecMemory
 from paceline.store.commit_rule import CommitRule
 from paceline.store.gathering import adopt, examine
 from paceline.store.in_place import with_differences
 from paceline.store.layout import Arena, ModelLayouts, memory_of
 from paceline.store.parameter_store import ParameterStore
+from paceline.store.partition import layouts_of
 from paceline.store.pending import PushKey, Share
 from paceline.train_state import TrainState
 from paceline.transport import messages as wire
@@ -55,7 +58,9 @@ def serve_replay(train_state: TrainState, assignment: ServerAssignment, order: R
     listener.bind(assignment.address)
     try:
         trace = traced.Trace(Path(order.trace))
-        server = ReplayServer(train_state, trace, listener, keeps_pushes=order.shell is not None)
+        server = ReplayServer(
+            train_state, trace, listener, keeps_pushes=order.shell is not None, memory=assignment.memory_fd
+        )
         replayed = server.run(order.until)
         report("replayed", result=asdict(replayed))
         server.dismiss()
@@ -82,7 +87,8 @@ class _Worker:
     process: int
     room: Arena  # the memory of its pushes
     behind: Behind | None = None
-    taken: int = -1  # as the live server's of its members
+    remembers: CodecMemory | None = None  # as the live server's of its members
+    taken: int = -1
     exchanges: int = -1
     exchanged: bool = False
     ask: int = 0
@@ -97,7 +103,13 @@ class ReplayServer:
     """Carries out a trace record by record, and waits for the message that each record answers."""
 
     def __init__(
-        self, train_state: TrainState, trace: traced.Trace, listener: Listener, *, keeps_pushes: bool = False
+        self,
+        train_state: TrainState,
+        trace: traced.Trace,
+        listener: Listener,
+        *,
+        keeps_pushes: bool = False,
+        memory: int | None = None,
     ) -> None:
         self._listener = listener
         self._about, self._records = trace.about, list(trace)
@@ -114,8 +126,15 @@ class ReplayServer:
         adopt(self._layouts, self._memory)
         self._store = ParameterStore(self._train_state, self._layouts, self._memory, self._rule)
         self._shares: list[Share] = []  # that were chosen for the next commit
+        self._uncommitted: set[PushKey] = set()
+        self._lost: set[PushKey] = set()  # those when the last server ended
+        self._codecs: KeptCodecs | None = None
+        if self._rule.codec is not None:
+            parts = layouts_of(train_state.model, trace.about.get("servers", 1), with_reads=self._rule.with_reads)
+            self._codecs = KeptCodecs(self._rule.codec, parts, policy.kind, memory, {})
         self._calls: dict[int, deque[tuple[Peer, wire.Hello]]] = defaultdict(deque)  # of those who want to join
         self._workers: dict[int, _Worker] = {}
+        self._latest: dict[int, _Worker] = {}  # the same, with those that have left
         self._ranks: dict[Peer, int] = {}
         self._averaged: dict[int, dict[int, wire.Mean]] = defaultdict(dict)  # key of a mean -> its parts by rank
         self._keeps_pushes = keeps_pushes  # for the shell
@@ -261,6 +280,7 @@ class ReplayServer:
             self._workers, self._ranks = {}, {}
             self._store.forget()
             self._shares, self._kept = [], {}
+            self._lost, self._uncommitted = self._uncommitted, set()
 
     def _let_in(self, record: traced.Joined) -> None:
         calls = self._calls[record.rank]
@@ -270,10 +290,9 @@ class ReplayServer:
             raise UsageError(f"worker {record.rank} has another model than the server; is the script the same?")
         room = Arena(self._layouts.up)
         peer.tensors = Pieces(memory_of(room.memory))
-        codec, behind = self._rule.codec, None
-        if codec is not None and codec.both:
-            behind = Behind(codec, self._layouts, seed=self._about["seed"] % 2**63, rank=record.rank)
-        self._workers[record.rank] = _Worker(peer=peer, process=hello.pid, room=room, behind=behind)
+        worker = _Worker(peer=peer, process=hello.pid, room=room)
+        self._give_memory(record, worker)
+        self._workers[record.rank] = self._latest[record.rank] = worker
         self._ranks[peer] = record.rank
         peer.send(
             wire.Welcome(
@@ -292,8 +311,30 @@ class ReplayServer:
                 codec="" if self._rule.codec is None else str(self._rule.codec),
                 packet_parts=self._about.get("servers", 1),
                 packets=False,
+                kept=record.kept,
             )
         )
+
+    def _give_memory(self, record: traced.Joined, worker: _Worker) -> None:
+        """Let a worker's codec remember nothing, or what it did in the run that was then resumed."""
+        rank, codec = record.rank, self._rule.codec
+        if codec is None or self._codecs is None:
+            return
+        worker.remembers = self._codecs.memory_of(rank)
+        if codec.both:
+            worker.behind = Behind(codec, self._layouts, seed=self._about["seed"] % 2**63, rank=rank)
+        if not record.kept:
+            return
+        before = self._latest.get(rank)
+        found = None
+        if before is not None and before.remembers is not None:
+            lost = PushKey(rank, before.taken) in self._lost
+            found = before.remembers.before(before.taken) if lost else before.remembers.after(before.taken)
+        if before is None or found is None:
+            raise Differs(f"worker {rank}, after version {self._version}: nothing is left of what its codec remembered")
+        worker.remembers.begin_with(found)
+        if worker.behind is not None and before.behind is not None:
+            worker.behind.go_on_from(before.behind.remembered())
 
     def _give(self, record: traced.Given, read: Read) -> None:
         """Send a step when the parameters have the version that its worker read.
@@ -303,7 +344,7 @@ class ReplayServer:
         """
         worker = self._workers[record.rank]
         worker.computes = not (read.lost or read.doomed)
-        has = self._has_after(worker, packet=record.packet) if record.fresh else None
+        has = self._has_after(worker, packet=record.packet, version=self._version) if record.fresh else None
         if read.lost:
             return  # the worker died before it sent any result
         at = max(record.version, read.version)
@@ -334,15 +375,18 @@ class ReplayServer:
         worker.planned.append(message)
         self._send_due(worker)
 
-    def _has_after(self, worker: _Worker, *, packet: bool) -> Tensor | None:
-        """What a worker has after it was sent a packet or all parameters, if these go through a codec."""
+    def _has_after(self, worker: _Worker, *, packet: bool, version: int = -1) -> Tensor | None:
+        """What a worker has after it was sent a packet or all parameters, if these go through a codec.
+
+        With a step those of a ``version`` were sent.
+        """
         if worker.behind is None:
             return None
         memory = self._memory.clone()
         views = self._layouts.down.views(memory)
-        sent = packet and worker.behind.encode(views, version=self._version) is not None
+        sent = packet and worker.behind.encode(views, version=version) is not None
         if not sent:
-            worker.behind.take_all(views)
+            worker.behind.take_all(views, version=version)
         worker.behind.write(views)
         return memory
 
@@ -389,6 +433,7 @@ class ReplayServer:
             )
         key = PushKey(record.rank, record.step)
         self._store.take(key, worker.room, examples=push.examples, used=push.used)
+        self._uncommitted.add(key)
         if self._keeps_pushes:
             gradients = gradients_of(self._layouts, worker.room, push.used)
             self._kept[key] = ReplayedPush(record.rank, record.step, record.version, push.loss, gradients)
@@ -405,6 +450,7 @@ class ReplayServer:
         self._wait(self._none_needs_these, f"pushes before version {record.version}")
         self._listener.keep_what_waits()
         self._store.commit(self._shares or None)
+        self._uncommitted -= {share.push for share in self._shares} or self._uncommitted
         if self._rule.kind is PushKind.PARAMETERS:
             self._note_exchanges()
         if self._keeps_pushes:

@@ -162,7 +162,8 @@ class Client:
 
     def _make_room(self, welcome: wire.Welcome) -> None:
         self._packing = self._make_packing(welcome)
-        self._shares = self._memory_file is not None and self._packing is None
+        # A replay sends parameters: a read of shared memory depends on its moment.
+        self._shares = self._memory_file is not None and self._packing is None and welcome.packets
         if welcome.shards:
             self._meet_others(welcome)
         elif welcome.with_reads != bool(self._layouts.reads):
@@ -182,12 +183,21 @@ class Client:
         self._parameter_views = self._layouts.down.views(self._memory.down)
 
     def _make_packing(self, welcome: wire.Welcome) -> PushPackets | None:
-        """A codec that remembers nothing yet, as this worker is a new incarnation."""
+        """A codec that remembers nothing yet, as this worker is a new incarnation, or what an earlier run has left."""
         if not welcome.codec:
             return None
         layouts = layouts_of(self._model, welcome.packet_parts, with_reads=welcome.with_reads)
         codec, kind = parse_codec(welcome.codec), PushKind(welcome.kind)
-        return PushPackets(codec, layouts, kind, seed=welcome.seed, rank=welcome.rank, since=welcome.version)
+        return PushPackets(
+            codec,
+            layouts,
+            kind,
+            seed=welcome.seed,
+            rank=welcome.rank,
+            since=welcome.version,
+            file=self._memory_file if welcome.rank < welcome.slots else None,
+            kept=welcome.kept,
+        )
 
     def _meet_others(self, welcome: wire.Welcome) -> None:
         if self._others is not None:
@@ -377,13 +387,13 @@ class Client:
     def _fill(self) -> tuple[Pieces | None, Filled]:
         """Have a push where the first server reads it, or as the bytes to send; all other servers have their parts."""
         if self._packing is not None and self.welcome.packets:
-            packets = self._packing.encode()
+            packets = self._packing.encode(self._step)
             sent = [part.pieces(packet) for part, packet in zip(self._packing.parts, packets, strict=True)]
             if self._others is not None:
                 self._others.push_packets(self._step, sent[1:])
             return sent[0], Filled(self._packing.used(), finite=False, checksum=0)
         if self._packing is not None:
-            self._packing.code()
+            self._packing.code(self._step)
         tensors = None
         if self._shares:
             filled = fill_push(self._layouts, self._room)

@@ -32,6 +32,7 @@ from paceline.record import trace as traced
 from paceline.record.trace import TraceWriter
 from paceline.server.averages import Averages
 from paceline.server.demand import Demand
+from paceline.server.kept_codecs import Kept, KeptCodecs
 from paceline.server.members import Figures, GivenBatch, Member, Standing
 from paceline.server.shards import Shards
 from paceline.server.work_queue import WorkQueue
@@ -93,7 +94,8 @@ class LiveServer:
     When all workers that have joined have left, the server waits ``patience`` seconds for the others. ``found`` is the
     note of a killed server in that memory (see ``read_note``); this one continues from it. ``shards`` are the other
     servers, which hold the rest of the parameters and which this one directs. With a ``codec`` pushes come as packets,
-    from workers of this host too, so that a run has the same bits wherever its workers are.
+    from workers of this host too, so that a run has the same bits wherever its workers are. ``codec_state`` is what
+    ``codec_state()`` gave in a run that is resumed.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class LiveServer:
         found: Mapping[str, Any] | None = None,
         shards: Shards | None = None,
         codec: Codec | None = None,
+        codec_state: Mapping[str, Any] | None = None,
     ) -> None:
         self._train_state = replace(train_state, scaler=None)  # pushes are not scaled
         self._shards = shards
@@ -125,6 +128,13 @@ class LiveServer:
         self._layouts = ModelLayouts(train_state.model, with_reads=with_reads) if shards is None else shards.layouts
         self._num_trained = len(self._layouts.trained) if shards is None else shards.num_trained
         self._packing = None if codec is None else PartPackets(codec, self._layouts, policy.kind)
+        self._kept_codecs = None
+        if codec is not None:
+            parts = [self._layouts] if shards is None else shards.all_layouts
+            self._kept_codecs = KeptCodecs(codec, parts, policy.kind, memory, codec_state or {})
+            if codec_state is not None and self._rule.codec_remembers and (lost := self._kept_codecs.lost(workers)):
+                ranks = ", ".join(map(str, lost))
+                logger.warning("version %d: what codec %s has kept back on workers %s is lost", version, codec, ranks)
         self._up_bytes = self._layouts.up.nbytes if shards is None else shards.up_bytes
         self._down_bytes = self._layouts.down.nbytes if shards is None else shards.down_bytes
         self._workers, self._patience = workers, patience
@@ -147,9 +157,11 @@ class LiveServer:
         self._memory.wrote()  # though one who was killed may not have got so far
         self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, self._rule)
         self._members: dict[int, Member] = {}
+        self._latest: dict[int, Member] = {}  # the same, with those that have left
         self._by_peer: dict[Peer, Member] = {}
         self._figures: dict[int, Figures] = {}
         self._num_bytes = 0  # of tensors moved since the last commit
+        self._asking: dict[int, None] = {}  # ranks that the policy is told of when all others ask too
         self._todo: deque[decided.Action] = deque()
         self._arrived: dict[decided.Push, float] = {}  # pushes not committed yet -> time of arrival
         self._start_epoch = queue.epoch
@@ -306,9 +318,10 @@ class LiveServer:
         )
         if self._queue.epoch > self._start_epoch:
             member.first_epoch = self._queue.epoch
-        self._members[rank] = self._by_peer[peer] = member
+        kept = self._hand_over_memory(member, of_this_host=hello.local and rank < self._workers and not peer.remote)
+        self._members[rank] = self._latest[rank] = self._by_peer[peer] = member
         self._enter(member)
-        self._trace(traced.Joined(rank, member.life, self._now(), self._queue.epoch))
+        self._trace(traced.Joined(rank, member.life, self._now(), self._queue.epoch, kept))
         self._host.note("joined", {"worker": rank, "incarnation": member.incarnation})
         peer.send(
             wire.Welcome(
@@ -327,8 +340,35 @@ class LiveServer:
                 local_momentum=self._policy.local_momentum,
                 codec="" if self._rule.codec is None else str(self._rule.codec),
                 packet_parts=1 if self._shards is None else 1 + len(self._shards.addresses),
+                kept=kept,
             )
         )
+
+    def _hand_over_memory(self, member: Member, *, of_this_host: bool) -> bool:
+        """Have a worker's codec go on with what was kept of it in a run that is resumed; False if nothing was."""
+        if self._kept_codecs is None:
+            return False
+        if of_this_host:
+            member.remembers = self._kept_codecs.memory_of(member.rank)
+        return self._kept_codecs.hand_over(member.rank, member.remembers, member.behind)
+
+    def codec_state(self) -> dict[str, Any]:
+        """What the codecs remember of the pushes that are committed, for a checkpoint; of workers of this host."""
+        if self._kept_codecs is None:
+            return {}
+        found = {rank: self._remembered(member) for rank, member in self._latest.items()}
+        return self._kept_codecs.state_dict({rank: kept for rank, kept in found.items() if kept is not None})
+
+    def _remembered(self, member: Member) -> Kept | None:
+        """None if nobody knows: a worker that goes on before its pushes are committed remembers more than these."""
+        if member.remembers is None:
+            return None
+        if not any((push.worker, push.step) == (member.rank, member.taken) for push in self._arrived):
+            found = member.remembers.after(member.taken)
+        else:
+            found = member.remembers.before(member.taken) if member.pushed_at is not None else None
+        down = member.behind.remembered() if member.behind is not None else []
+        return None if found is None else Kept(found, down)
 
     def _new_behind(self, rank: int) -> Behind | None:
         codec = self._rule.codec
@@ -366,6 +406,7 @@ class LiveServer:
         self._trace(traced.Left(member.rank, dead, self._now(), version))
         self._host.note("left", {"worker": member.rank, "incarnation": member.incarnation, "dead": dead})
         del self._members[member.rank], self._by_peer[member.peer]
+        self._asking.pop(member.rank, None)
         self._count_bytes(member)
         member.figures.forgotten += dead and self._rule.codec_remembers
         self._queue.give_back(member.rank)
@@ -384,7 +425,25 @@ class LiveServer:
         member.demand, member.ask = demand, message.number
         self._queue.give_back(member.rank)
         self._end_rest(member)
-        self._do(self._policy.asked(self._state, member.rank, self._now()))
+        self._asking[member.rank] = None
+        if not (self._policy.needs_all and self._has_batch_for(member)):
+            self._pass_on_asks()
+
+    def _pass_on_asks(self) -> None:
+        """Tell the policy who asks, in the order of ranks."""
+        asking, self._asking = sorted(self._asking), {}
+        for rank in asking:
+            self._do(self._policy.asked(self._state, rank, self._now()))
+
+    def _begin_round(self) -> None:
+        """Let the first round of an epoch begin when all ask for it: so the batch of each depends on its rank alone.
+
+        Nobody waits longer for it, since the round ends when all have pushed.
+        """
+        state = self._state
+        others = [rank for rank in state.members if rank not in self._asking]
+        if self._asking and (not others or state.under_way or state.pending):
+            self._pass_on_asks()
 
     def _take_push(self, member: Member, message: wire.PushMessage) -> None:
         now = self._now()
@@ -468,6 +527,7 @@ class LiveServer:
     def _take_mean(self, member: Member, message: wire.Mean) -> None:
         """Take a worker's part of a mean, and the worker out of the rounds: else it and others wait for each other."""
         self._averages.add(member.rank, message)
+        self._asking.pop(member.rank, None)
         if member.standing is Standing.RESTING:
             member.standing = Standing.AVERAGING_AT_REST
         elif member.standing is Standing.IN_ROUNDS:
@@ -515,7 +575,8 @@ class LiveServer:
             case decided.Commit():
                 self._commit(action)
             case decided.Send():
-                for rank, work in zip_longest(action.workers, action.work):
+                works = [*zip_longest(action.workers, action.work)]
+                for rank, work in sorted(works) if self._policy.needs_all else works:
                     self._send_step(self._members[rank], action.step, fresh=True, work=work)
             case decided.Continue():
                 self._send_step(self._members[action.worker], action.step, fresh=False)
@@ -546,6 +607,7 @@ class LiveServer:
             member.pushed_at = None
         member.step, member.step_began = step, now
         version, more = self._memory.version, len(rest)
+        lacks_all = member.behind is not None and member.behind.lacks_all
         packet = self._packet_for(member) if fresh else None
         given = traced.Given(member.rank, step, version, fresh, first.epoch, first.number, more, first.weight)
         self._trace(given._replace(packet=packet is not None))
@@ -557,7 +619,7 @@ class LiveServer:
         if fresh:
             self._num_bytes += self._down_bytes if packet is None else self._as_sent(packet.nbytes)
         go = wire.Go(step, version, fresh, first.epoch, first.number, member.ask, more=more, weight=first.weight)
-        go = go._replace(exchanged=exchanged, taken=member.taken, packet=packet is not None)
+        go = go._replace(exchanged=exchanged, taken=member.taken, packet=packet is not None and not lacks_all)
         member.peer.send(go, tensors)
 
     def _batches_for(self, member: Member, work: decided.Work | None) -> list[GivenBatch] | None:
@@ -619,17 +681,20 @@ class LiveServer:
     def _packet_for(self, member: Member) -> Pieces | None:
         """What brings a member near to the newest parameters, or None if all of them have to be sent.
 
-        So it is at first, and if something waits to be sent: what is sent now may take its place.
+        So it is at first, and if something waits to be sent: what is sent now may take its place. One that goes on from
+        an earlier run is sent all that it has after the packet, in place of the packet.
         """
         behind = member.behind
         if behind is None:
             return None
-        packet = None
+        packet, lacks_all = None, behind.lacks_all
         if not member.peer.connection.waits:
             packet = behind.encode(self._parameters, version=self._memory.version)
         if packet is None:
-            behind.take_all(self._parameters)
+            behind.take_all(self._parameters, version=self._memory.version)
             return None
+        if lacks_all:
+            return behind.all_pieces(self._memory.down, self._layouts.down)
         return behind.pieces(packet, self._parameters)
 
     def _commit(self, commit: decided.Commit) -> None:
@@ -779,7 +844,8 @@ class LiveServer:
     # Answers that wait for other workers ---------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Answer what waits for other workers: means, ends of epochs, checkpoints."""
+        """Answer what waits for other workers: rounds, means, ends of epochs, checkpoints."""
+        self._begin_round()
         self._tell_means()
         self._wake_for_returned()
         self._end_epochs()
@@ -800,9 +866,12 @@ class LiveServer:
                 member.standing = Standing.RESTING if member.standing.rests else Standing.IN_ROUNDS
                 if member.standing is Standing.IN_ROUNDS:
                     self._enter(member)
-            for member in told:
-                if member.standing is Standing.IN_ROUNDS and member.demand is not None:
-                    self._do(self._policy.asked(self._state, member.rank, self._now()))
+            self._asking |= {
+                member.rank: None
+                for member in told
+                if member.standing is Standing.IN_ROUNDS and member.demand is not None
+            }
+            self._pass_on_asks()
         standings = [member.standing for member in self._members.values()]
         if self._averages and standings and not expected and all(standing.averages for standing in standings):
             raise PacelineError(
@@ -826,8 +895,8 @@ class LiveServer:
         state = self._state
         if self._policy.coded and not (state.under_way or state.waiting or state.pending):
             self._queue.end_round(used=False)
-        for member in [member for member in self._members.values() if member.standing is Standing.RESTING]:
-            if self._has_batch_for(member):
+        for _, member in sorted(self._members.items()):
+            if member.standing is Standing.RESTING and self._has_batch_for(member):
                 self._end_rest(member)
                 self._do(self._policy.asked(self._state, member.rank, self._now()))
 

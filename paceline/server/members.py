@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.server.demand import Demand
 from paceline.store.behind import Behind
+from paceline.store.codec_memory import CodecMemory
 from paceline.store.layout import Arena
 from paceline.transport.listening import Peer
 
@@ -76,6 +77,7 @@ class Member:
     packets: Tensor | None  # where its pushes are received, if they go through a codec
     last: Tensor | None = None  # the parameters of its last push that was taken, if those go through a codec
     behind: Behind | None  # what it has of the parameters, if these go through a codec
+    remembers: CodecMemory | None = None  # what its codec remembers, if that is in memory of this host
     local: bool  # whether it shares the server's memory
     figures: Figures
     incarnation: int = 0  # of its process, and one more each time that it has come back

@@ -126,6 +126,11 @@ class Shards:
                 adopt(part, other.memory.down, found=True)
 
     @property
+    def all_layouts(self) -> list[ModelLayouts]:
+        """The layouts of all parts."""
+        return self._layouts
+
+    @property
     def layouts(self) -> ModelLayouts:
         """The layouts of the first server's own part."""
         return self._layouts[0]

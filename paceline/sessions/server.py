@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,13 +50,16 @@ class ServerProgress(Alone):
         self.rank, self.world_size = 0, workers
         self.queue = WorkQueue()
         self.traced: TracePosition | None = None  # the end of the trace at the last save
+        self.codecs: Mapping[str, Any] | None = None  # what those of the workers remembered in the run that is resumed
+        self.codecs_now: Callable[[], Mapping[str, Any]] = dict
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.queue.state_dict(), "traced": list(self.traced or ())}
+        return {**self.queue.state_dict(), "traced": list(self.traced or ()), "codecs": dict(self.codecs_now())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.queue.load_state_dict(state)
         self.traced = TracePosition(*state["traced"]) if state["traced"] else None
+        self.codecs = state["codecs"]
 
 
 class ServerRun:
@@ -105,12 +108,7 @@ class ServerRun:
         found = self._run_state.resume(path, resume)
         if found is not None:
             self.stand_at(found)
-            self._tell_of_codec()
         self._run_state.open(self.seed, config)
-
-    def _tell_of_codec(self) -> None:
-        if self._rule.codec_remembers:
-            logger.warning("version %d: what codec %s had kept back is lost", self.steps, self._rule.codec)
 
     def stand_at(self, position: Position) -> None:
         """Count on from there."""
@@ -127,7 +125,8 @@ class ServerRun:
         self._run_state.open(self.seed, config)
         self._write("restarted", lost_pushes=found["taken"])
         logger.warning("the server is back at version %d; %d pushes are lost", self.steps, found["taken"])
-        self._tell_of_codec()
+        if self._rule.codec_remembers:
+            logger.warning("version %d: what codec %s had kept back is lost", self.steps, self._rule.codec)
 
     def serve(self, assignment: ServerAssignment) -> int:
         """Serve until the workers have left or a signal comes; return the exit code of the process."""
@@ -161,7 +160,9 @@ class ServerRun:
                     found=self._found,
                     shards=self._shards,
                     codec=self._rule.codec,
+                    codec_state=self._progress.codecs,
                 )
+                self._progress.codecs_now = server.codec_state
                 if self._found is not None:
                     self._note_hash()  # for a replay to compare what was found with what was lost
                 _listen(listener, assignment)

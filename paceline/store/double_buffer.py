@@ -30,6 +30,7 @@ from paceline.errors import CheckpointError, CommError
 from paceline.record.state_tree import pack, unpack
 from paceline.store.copying import copy
 from paceline.store.layout import Layout, aligned
+from paceline.store.memory import map_part
 from paceline.train_state import TrainState, parameters_of
 
 logger = logging.getLogger("paceline")
@@ -76,7 +77,7 @@ class DoubleBuffer:
         self._behind = True  # whether the spare is older than the work
         self._keeps = True  # False after giving up
         try:
-            self._stretches.append(_Stretch(down, _map(file, offset + _SPARE, len(down))))
+            self._stretches.append(_Stretch(down, map_part(file, offset + _SPARE, len(down))))
         except OSError as error:
             self._give_up(error)
 
@@ -210,7 +211,7 @@ class DoubleBuffer:
         self._extents.append((offset, length))
 
     def _stretch(self, offset: int, length: int) -> _Stretch:
-        return _Stretch(_map(self._file, offset, length), _map(self._file, offset + _SPARE, length))
+        return _Stretch(map_part(self._file, offset, length), map_part(self._file, offset + _SPARE, length))
 
     def _read_stretch(self, memory: Tensor) -> None:
         """Find the tensors of a stretch by its description."""
@@ -311,12 +312,6 @@ def _move(tensor: Tensor, target: Tensor) -> None:
                 "an optimizer's state shares memory with something else, from which it cannot be moved"
             )
         tensor.data = target
-
-
-def _map(file: int, offset: int, length: int) -> Tensor:
-    """Allocate a part of the file and map it, as bytes."""
-    os.posix_fallocate(file, offset, max(1, length))  # raises if there is too little memory
-    return torch.frombuffer(mmap.mmap(file, max(1, length), offset=offset), dtype=torch.uint8)[:length]
 
 
 def _dtype(name: str) -> torch.dtype:

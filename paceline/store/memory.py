@@ -54,6 +54,12 @@ def is_over(file: int) -> bool:
     return os.pread(file, 1, _OVER) == b"\1"
 
 
+def map_part(file: int, offset: int, length: int) -> Tensor:
+    """Allocate a part of a file and map it, as bytes; raise OSError if there is too little memory."""
+    os.posix_fallocate(file, offset, max(1, length))
+    return torch.frombuffer(mmap.mmap(file, max(1, length), offset=offset), dtype=torch.uint8)[:length]
+
+
 class SharedMemory:
     """A view of the file: ``down`` and the slots are tensors of bytes, ``version`` is that of the parameters."""
 

@@ -23,6 +23,7 @@ from paceline.codecs.packet import HEADER
 from paceline.errors import NonFiniteInputError, UsageError, WireError
 from paceline.policies.messages import PushKind
 from paceline.seeding import derive_seed
+from paceline.store.codec_memory import CodecMemory, Remembered
 from paceline.store.layout import Arena, Layout, ModelLayouts, memory_of
 from paceline.transport.pieces import Pieces
 
@@ -36,6 +37,11 @@ def empty_residual(state: CodecState[Any]) -> None:
     """Have nothing kept back: what is coded is a difference that has it already."""
     if "residual" in state.memory:
         state.memory["residual"].zero_()
+
+
+def memory_of_states(states: Sequence[CodecState[Any]]) -> list[Tensor]:
+    """All that the codecs of the parts remember, in one order."""
+    return [tensor for state in states for tensor in state.memory.values()]
 
 
 class PartPackets:
@@ -110,11 +116,21 @@ class PushPackets:
     """A worker's end of a codec: one packet for each server's part, and what is remembered from push to push.
 
     A push that the server does not take leaves no trace. ``since`` is the version at which the worker has joined: its
-    pushes are numbered from there, so that a resumed run does not round by the same random numbers again.
+    pushes are numbered from there. What is remembered is in ``file``, if there is one; with ``kept`` it is that which
+    the server has put there, and goes on from an earlier run.
     """
 
     def __init__(
-        self, codec: Codec, layouts: Sequence[ModelLayouts], kind: PushKind, *, seed: int, rank: int, since: int = 0
+        self,
+        codec: Codec,
+        layouts: Sequence[ModelLayouts],
+        kind: PushKind,
+        *,
+        seed: int,
+        rank: int,
+        since: int = 0,
+        file: int | None = None,
+        kept: bool = False,
     ) -> None:
         self.codec = codec
         self.parts = [
@@ -123,22 +139,25 @@ class PushPackets:
         ]
         self._last: list[Tensor | None] = [None for _ in layouts]
         self._packets: list[Tensor] = []  # of the last push
-        self._number = since  # of the next push
-        self._before = [part.state.state_dict() for part in self.parts]  # what was remembered before the last push
         self._unanswered = False  # the last push
+        first = memory_of_states([part.state for part in self.parts])
+        self._memory = CodecMemory(first, file, rank)
+        if not kept:
+            self._memory.begin_with(Remembered(since, first))
+        self._use_memory()
 
-    def encode(self) -> list[Tensor]:
-        """Make the packets of the model's gradients; all are empty if one of them is not finite."""
+    def encode(self, step: int = 0) -> list[Tensor]:
+        """Make the packets of the model's gradients, for a step; all are empty if one of them is not finite."""
         self.answered(taken=False)
-        for part, before in zip(self.parts, self._before, strict=True):
-            for name, tensor in part.state.memory.items():
-                before[name].copy_(tensor)
+        number = self._memory.number
+        self._memory.begin_push()
+        self._use_memory()
         self._unanswered = True
-        step, self._number = self._number, self._number + 1
         try:
-            self._packets = [part.encode(last, step=step) for part, last in zip(self.parts, self._last, strict=True)]
+            self._packets = [part.encode(last, step=number) for part, last in zip(self.parts, self._last, strict=True)]
         except NonFiniteInputError:
             self._packets = [torch.empty(0, dtype=torch.uint8) for _ in self.parts]
+        self._memory.end_push(step)
         return self._packets
 
     def answered(self, *, taken: bool) -> None:
@@ -147,13 +166,25 @@ class PushPackets:
         if not unanswered:
             return
         if not taken:
-            for part, before in zip(self.parts, self._before, strict=True):
-                part.state.load_state_dict(before)
-            self._number -= 1
+            self._memory.undo_push()
+            self._use_memory()
         elif self.parts[0].of_parameters:
             for place, (part, packet) in enumerate(zip(self.parts, self._packets, strict=True)):
                 part.decode(packet, self._last[place])
                 self._last[place] = part.decoded()
+
+    def begin_again(self, *, undone: bool) -> None:
+        """Join again with what is remembered; ``undone``: without the last push, which was taken and then lost."""
+        if undone:
+            self._memory.undo_push()
+        self._memory.begin_with(Remembered(self._memory.number, [tensor.clone() for tensor in self._memory.tensors]))
+        self._use_memory()
+        self._last = [None for _ in self.parts]
+
+    def _use_memory(self) -> None:
+        tensors = iter(self._memory.tensors)
+        for part in self.parts:
+            part.state.memory = {name: next(tensors) for name in part.state.memory}
 
     def put_in_place(self) -> None:
         """Have what the last packets say in the place of the gradients.
@@ -165,9 +196,9 @@ class PushPackets:
                 if parameter.grad is not None or bool(values.any()):
                     parameter.grad = torch.empty_like(parameter).copy_(values)
 
-    def code(self) -> int:
+    def code(self, step: int = 0) -> int:
         """Have in the place of the gradients what the servers would decode; return how many bytes the packets have."""
-        packets = self.encode()
+        packets = self.encode(step)
         self.put_in_place()
         return sum(packet.numel() for packet in packets)
 

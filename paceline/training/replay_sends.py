@@ -26,12 +26,13 @@ class SentParameters:
         if self._codec is None:
             return
         for sent in self._plan.sends.get(version, ()):
-            life = sent.rank, sent.joined
+            life = sent.rank, sent.joined  # of its codec
             if life not in self._behind:
                 self._behind[life] = Behind(self._codec, self._layouts, seed=self._seed % 2**63, rank=sent.rank)
             behind = self._behind[life]
+            behind.lacks_all = sent.again
             if not sent.packet or behind.encode(parameters, version=version) is None:
-                behind.take_all(parameters)
+                behind.take_all(parameters, version=version if sent.step >= 0 else -1)
             if (sent.rank, sent.step) in self._steps:
                 self._sent[sent.rank, sent.step] = views = [tensor.clone() for tensor in parameters]
                 behind.write(views)

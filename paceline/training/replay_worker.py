@@ -51,7 +51,7 @@ class ReplayWorker:
         self._kind, self._codec = rule.kind, rule.codec
         self._packing: dict[int, PushPackets] = {}  # by rank
         self._packet_parts = layouts_of(model, servers, with_reads=rule.with_reads)
-        self._joined: dict[int, int] = {}  # by rank: how often it had joined before its last step
+        self._last: dict[int, RecordedPush] = {}  # by rank
         self._layouts = ModelLayouts(self._model, with_reads=rule.with_reads)
         self._device = next(self._model.parameters()).device
         self._buffers: dict[int, list[Tensor]] = {}  # by rank, after its last step
@@ -97,19 +97,21 @@ class ReplayWorker:
             self._local.answered(committed.views[: len(self._layouts.trained)])
 
     def _remember(self, push: RecordedPush) -> None:
-        """Have what the push's worker remembers, which is nothing after it has joined."""
-        rank = push.told.rank
+        """Have what the push's worker remembers: nothing after it has joined, but for what a codec has kept."""
+        rank, before = push.told.rank, self._last.get(push.told.rank)
         if self._local is not None:
             self._local.become(rank)
-        if self._joined.get(rank) != push.joined:
+        if before is None or before.joined != push.joined:
             if self._local is not None:
                 self._local.forget()
-            if self._codec is not None:
+            if self._codec is not None and before is not None and before.codec.joined == push.codec.joined:
+                self._packing[rank].begin_again(undone=push.codec.undone)
+            elif self._codec is not None:
                 seed = self._batches.sampler.seed
                 self._packing[rank] = PushPackets(
-                    self._codec, self._packet_parts, self._kind, seed=seed, rank=rank, since=push.since
+                    self._codec, self._packet_parts, self._kind, seed=seed, rank=rank, since=push.codec.since
                 )
-        self._joined[rank] = push.joined
+        self._last[rank] = push
 
     def _add_gradients(self, data: list[Tensor], rank: int) -> float:
         inputs, targets = (tensor.to(self._device) for tensor in data)

@@ -127,6 +127,7 @@ class Welcome(NamedTuple):
     codec: str = ""  # its text form; "": none
     packet_parts: Count = 1  # into which gradients are cut for it, one for each server
     packets: bool = True  # a push has packets; else what they say, which is so in a replay
+    kept: bool = False  # what its codec remembers is in the memory of the host, and goes on from an earlier run
 
 
 class Go(NamedTuple):
