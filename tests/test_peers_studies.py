@@ -222,13 +222,13 @@ def test_a_defence_bears_an_attack_if_it_loses_little_with_certainty() -> None:
 
 def test_a_codec_is_judged_by_what_it_loses() -> None:
     lines = "sign", "local-sgd(every=2)", "local-sgd(every=4) + top-k", "top-k(momentum=0.5)", "top-k(feedback=false)"
-    study = CodecsStudy(lines=lines, within=0.5, seeds=2)
+    study = CodecsStudy(lines=lines, batch_size=16, epochs=4, within=0.5, seeds=2)
     arms = dict(zip(("all-reduce", *lines), study.arms(DIGITS), strict=True))
     assert [arm.group for arm in arms.values()] == [
         "none",
         "sign",
-        "local-sgd(every=2) + none",
-        "local-sgd(every=4) + top-k",
+        "local-sgd + none",
+        "local-sgd + top-k",
         "top-k, corrected",
         "top-k, without feedback",
     ]
@@ -243,6 +243,12 @@ def test_a_codec_is_judged_by_what_it_loses() -> None:
         "2 seeds).",
         "The fewest bytes of the lines of which it holds: sign, 3 times.",
     ]
+
+
+def test_a_run_of_rounds_ends_with_one() -> None:
+    study = CodecsStudy(problem="digits", model="net1", lines=("local-sgd(every=7) + sign",), batch_size=16, epochs=4)
+    with pytest.raises(UsageError, match=r"makes 92 steps, .* a multiple of 7 steps"):
+        study.run(StudyContext())
 
 
 def _sending(found: Trial, nbytes: float) -> Trial:

@@ -43,19 +43,12 @@ class CodecsStudy(ArmStudy):
     model: str | None = option("net3", "The network.")
     workers: int = option(4, "Of every line.")
     lines: tuple[str, ...] = option(
-        (
-            "threshold(tau=0.1, adaptive=0.01)",
-            "threshold(tau=0.1, adaptive=0.003)",
-            "threshold(tau=0.1, adaptive=0.001)",
-            "threshold(tau=0.1, adaptive=0.0003)",
-            "top-k(density=0.003, momentum=0.9)",
-            "top-k(density=0.001, momentum=0.9)",
-            "top-k(density=0.0003, momentum=0.9)",
-        ),
-        "Codecs, or a policy + a codec, with commas between.",
+        ("diloco(every=8, outer_momentum=0.5) + sign", "diloco(every=64, outer_momentum=0.5) + sign"),
+        "Codecs, policies, or a policy + a codec, with commas between.",
     )
-    epochs: float = option(4.0, "Of every run.")
-    rate: float = option(0.05, "Highest learning rate, which falls along a cosine.")
+    batch_size: int = option(32, "Of each worker.")
+    epochs: float = option(5.049, "Of every run: on mnist 2,368 steps, which is 37 rounds of 64.")
+    rate: float = option(0.1, "Highest learning rate, which falls along a cosine.")
     momentum: float = option(0.9, "Of SGD, but for codecs that have a momentum of their own.")
     within: float = option(0.3, "Points of test accuracy that a line may lose.")
 
@@ -69,7 +62,15 @@ class CodecsStudy(ArmStudy):
             _split(line)
 
     def arms(self, problem: Problem) -> list[Arm]:
-        return [self._arm(BASE), *(self._arm(line) for line in self.lines)]
+        arms = [self._arm(line) for line in (BASE, *self.lines)]
+        for arm in arms:
+            steps, every = arm.steps(problem), getattr(parse_policy(arm.policy), "every", 1)
+            if steps % every:  # the average of the steps that are left costs nothing on virtual workers
+                raise UsageError(
+                    f"study {self.name!r}: {arm.name} makes {steps} steps, and the bytes after the last {every} of "
+                    f"them would not be counted; choose --epochs or --examples for a multiple of {every} steps"
+                )
+        return arms
 
     def _arm(self, line: str) -> Arm:
         policy, codec = _split(line)
@@ -157,13 +158,13 @@ def _is_corrected(codec: Codec | None) -> bool:
 
 
 def _family(policy: str, codec: Codec | None) -> str:
-    """What lines have in common that differ in how much they send."""
+    """What lines have in common that differ in how much they send, or how often."""
     name = "none" if codec is None else codec.name
     if _is_corrected(codec):
         name += ", corrected"
     if isinstance(codec, TopK) and not codec.feedback:
         name += ", without feedback"
-    return name if policy == BASE else f"{policy} + {name}"
+    return name if policy == BASE else f"{parse_policy(policy).name} + {name}"
 
 
 def _times_fewer(arm: Arm, trials: Trials) -> float:

@@ -74,4 +74,6 @@ class KeptTrials:
         self._cut = None
 
     def _key(self, arm: Arm, seed: int) -> str:
-        return json.dumps({**self._setting, "seed": seed, **dataclasses.asdict(arm)}, sort_keys=True)
+        ways = dataclasses.asdict(arm)
+        del ways["name"], ways["group"]  # which change nothing of the training
+        return json.dumps({**self._setting, "seed": seed, **ways}, sort_keys=True)
