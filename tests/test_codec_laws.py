@@ -22,6 +22,7 @@ from paceline.codecs.rice import read as read_gaps
 from paceline.codecs.rice import write as write_gaps
 from paceline.codecs.rounding import key_of, uniform
 from paceline.codecs.selection import about_largest, largest
+from paceline.errors import UsageError
 
 T = TypeVar("T")
 
@@ -188,6 +189,15 @@ def test_the_density_warms_up_in_four_stages() -> None:
     codec = TopK(density=0.001, warm_up=8)
     found = [codec.density_at(step) for step in (0, 1, 2, 4, 6, 7, 8, 100)]
     assert found == [0.25, 0.25, 0.0625, 0.015625, 0.00390625, 0.00390625, 0.001, 0.001]
+
+
+def test_without_feedback_nothing_waits() -> None:
+    state, out = TopK(density=0.25, feedback=False).new_state(Parts.one(4), seed=0), torch.zeros(4)
+    for step in range(3):
+        state.decode(state.encode(torch.tensor([1.0, -5.0, 2.0, 3.0]), step=step), out)
+        assert torch.equal(out, torch.tensor([0.0, -5.0, 0.0, 0.0])) and not state.memory
+    with pytest.raises(UsageError, match="give it to the optimizer"):
+        TopK(feedback=False, momentum=0.9)
 
 
 def test_values_are_clipped_together() -> None:

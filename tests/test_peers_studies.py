@@ -16,6 +16,7 @@ from paceline.problems import load_problem
 from paceline.studies import (
     AdversariesStudy,
     BatchesOrLearnersStudy,
+    CodecsStudy,
     DiLoCoStudy,
     EASGDStudy,
     EffectiveBatchStudy,
@@ -30,6 +31,7 @@ from paceline.studies import (
 )
 from paceline.studies.arms import Arm, Trial, Trials, first, run_arms
 from paceline.studies.intervals import interval, verdict
+from paceline.studies.kept import KeptTrials
 from paceline.virtual.plan import Point, TrainingOutcome
 from paceline.virtual.simulate import Scenario, simulate
 from paceline.virtual.tally import Tally
@@ -138,6 +140,30 @@ def test_arms_of_a_server_make_the_commits_of_their_epochs() -> None:
     assert trials.done[0].last.loss > 2 * honest.done[0].last.loss
 
 
+def test_kept_trials_are_not_made_again(tmp_path: Path) -> None:
+    problem = dataclasses.replace(DIGITS, train=first(DIGITS.train, 100), test=first(DIGITS.test, 50))
+    file, told = tmp_path / "kept.jsonl", []
+    arms = [ARM, dataclasses.replace(ARM, name="faster", optimizer="sgd(lr=0.2)")]
+    context = StudyContext(tell=lambda text, done, total: told.append(text))
+    made = run_arms(arms[:1], problem, 2, context, KeptTrials(file, {"examples": 100}))
+    whole = file.read_bytes()
+    file.write_bytes(whole + b'{"key": "cut')
+    both = run_arms(arms, problem, 2, context, KeptTrials(file, {"examples": 100}))
+    assert [each for each in both.done if each.arm == ARM] == list(made.done)
+    assert file.read_bytes().startswith(whole) and len(file.read_bytes().splitlines()) == 4
+    assert run_arms(arms, problem, 2, context, KeptTrials(file, {"examples": 100})) == both
+    assert len(file.read_bytes().splitlines()) == 4
+    assert KeptTrials(file, {"examples": 90}).find(ARM, 0) is None
+
+
+@pytest.mark.parametrize("line", ["a note", "[1]", "{}"])
+def test_another_file_is_not_one_of_kept_trials(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "notes"
+    file.write_text(line + "\n")
+    with pytest.raises(UsageError, match=r"line 1 of .*notes is not a finished training"):
+        KeptTrials(file, {})
+
+
 # The studies --------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +190,9 @@ def test_arms_of_a_server_make_the_commits_of_their_epochs() -> None:
         (StalenessStudy, {"rates": (0.2, 0.1)}, "numbers above 0 that grow"),
         (EASGDStudy, {"periods": (4, 4)}, "periods are different numbers above 0"),
         (EASGDStudy, {"momenta": (0.0,)}, "momenta are different numbers above 0"),
+        (CodecsStudy, {"lines": ()}, "lines must be different ones"),
+        (CodecsStudy, {"lines": ("tok-k",)}, "Did you mean 'top-k'"),
+        (CodecsStudy, {"lines": ("local-sdg + sign",)}, "Did you mean 'local-sgd'"),
         (BatchesOrLearnersStudy, {"ks": (2, 9)}, "ks are different numbers from 1 to 8"),
         (BatchesOrLearnersStudy, {"rates": (0.0,)}, "rates are numbers above 0"),
     ],
@@ -189,6 +218,42 @@ def test_a_defence_bears_an_attack_if_it_loses_little_with_certainty() -> None:
         "median: bears sign-flip (0.50 +- 0.00), label-flip (0.00 +- 0.00).",
     ]
     assert study.row(study._arm("label-flip", "mean"), trials_of(*done[:5]))[1:] == ("90.00", None)
+
+
+def test_a_codec_is_judged_by_what_it_loses() -> None:
+    lines = "sign", "local-sgd(every=2)", "local-sgd(every=4) + top-k", "top-k(momentum=0.5)", "top-k(feedback=false)"
+    study = CodecsStudy(lines=lines, batch_size=16, epochs=4, within=0.5, seeds=2)
+    arms = dict(zip(("all-reduce", *lines), study.arms(DIGITS), strict=True))
+    assert [arm.group for arm in arms.values()] == [
+        "none",
+        "sign",
+        "local-sgd + none",
+        "local-sgd + top-k",
+        "top-k, corrected",
+        "top-k, without feedback",
+    ]
+    assert [arm.name for arm in arms.values() if "momentum=0.0" in arm.optimizer] == ["top-k(momentum=0.5)"]
+    values = {"all-reduce": (0.9, 0.92), "sign": (0.9, 0.92), "top-k(momentum=0.5)": (0.8, 0.82)}
+    done = [trial(arms[line], seed, 0.1, found[seed]) for seed in range(2) for line, found in values.items()]
+    sent = {"all-reduce": 6e6, "sign": 2e6, "top-k(momentum=0.5)": 1e6}
+    done = [_sending(each, sent[each.arm.name]) for each in done]
+    assert study.verdicts(trials_of(*done)) == [
+        "sign, 3 times fewer bytes, loses less than 0.5 points: holds (0.00 +- 0.00 points, 2 seeds).",
+        "top-k(momentum=0.5), 6 times fewer bytes, loses less than 0.5 points: does not hold (10.00 +- 0.00 points, "
+        "2 seeds).",
+        "The fewest bytes of the lines of which it holds: sign, 3 times.",
+    ]
+
+
+def test_a_run_of_rounds_ends_with_one() -> None:
+    study = CodecsStudy(problem="digits", model="net1", lines=("local-sgd(every=7) + sign",), batch_size=16, epochs=4)
+    with pytest.raises(UsageError, match=r"makes 92 steps, .* a multiple of 7 steps"):
+        study.run(StudyContext())
+
+
+def _sending(found: Trial, nbytes: float) -> Trial:
+    run = dataclasses.replace(found.outcome.run, bytes_out=nbytes)
+    return dataclasses.replace(found, outcome=dataclasses.replace(found.outcome, run=run))
 
 
 def test_rates_at_which_something_helps() -> None:

@@ -21,7 +21,7 @@ class TopK(Codec):
     With ``momentum`` it is Deep Gradient Compression (Lin et al., 2018): momentum is applied here, before values are
     chosen, so the optimizer must have none; and where a value is sent, its momentum starts again. ``clip`` is the
     largest 2-norm that the values of one step may have. In the first ``warm_up`` steps the density falls from 1/4 in
-    four stages.
+    four stages. Without ``feedback`` the others are lost, and there is no momentum here.
 
     >>> state = TopK(density=0.25).new_state(Parts.one(4), seed=0)
     >>> out = torch.zeros(4)
@@ -33,6 +33,7 @@ class TopK(Codec):
     name: ClassVar[str] = "top-k"
 
     density: float = 0.001
+    feedback: bool = True
     momentum: float = 0.0
     clip: float = 0.0  # 0 does not clip
     warm_up: int = 0  # steps
@@ -44,6 +45,8 @@ class TopK(Codec):
             raise self.mistake(f"density must be above 0 and at most 1, got {self.density:g}")
         if not 0 <= self.momentum < 1:
             raise self.mistake(f"momentum must be at least 0 and below 1, got {self.momentum:g}")
+        if self.momentum and not self.feedback:
+            raise self.mistake("momentum is that of values that wait; without feedback give it to the optimizer")
         if not 0 <= self.clip < float("inf"):
             raise self.mistake(f"clip must be at least 0 and finite, got {self.clip:g}")
         if not 0 <= self.sampled <= 1:
@@ -66,7 +69,8 @@ class TopKState(CodecState[TopK]):
 
     def __init__(self, codec: TopK, parts: Parts, seed: int) -> None:
         super().__init__(codec, parts, seed)
-        self.memory["residual"] = torch.zeros(parts.count)
+        if codec.feedback:
+            self.memory["residual"] = torch.zeros(parts.count)
         if codec.momentum:
             self.memory["momentum"] = torch.zeros(parts.count)
 
@@ -80,18 +84,16 @@ class TopKState(CodecState[TopK]):
             values = values * min(1.0, self.codec.clip / norm) if norm else values
         if self.codec.momentum:
             values = self.memory["momentum"].mul_(self.codec.momentum).add_(values)
-        self.memory["residual"].add_(values)
-        return values
+        return self.memory["residual"].add_(values) if self.codec.feedback else values
 
     def encode_piece(self, number: int, values: Tensor, into: Tensor, at: int, *, step: int) -> int:
         place = self.pieces[number].place
-        waiting = self.memory["residual"][place]
         count = min(values.numel(), max(1, round(self.codec.density_at(step) * values.numel())))
         sample = round(self.codec.sampled * values.numel())
-        chosen = about_largest(waiting, count, sample) if sample else largest(waiting, count)
+        chosen = about_largest(values, count, sample) if sample else largest(values, count)
         at = put(into, at, torch.tensor([chosen.numel()], dtype=torch.int32))
         at = rice.write(into, at, chosen, values.numel())
-        at = put(into, at, waiting[chosen])
+        at = put(into, at, values[chosen])
         for remembered in self.memory.values():
             remembered[place][chosen] = 0
         return at

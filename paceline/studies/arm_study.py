@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.report.series import Axis, Series
 from paceline.studies.arms import Arm, Trials, error, first, run_arms
 from paceline.studies.checks import check_counts
+from paceline.studies.kept import KeptTrials
 from paceline.studies.study import Cell, Column, Study, StudyContext, StudyResult, option
 
 
@@ -25,6 +27,7 @@ class ArmStudy(Study):
     examples: int | None = option(None, "Training examples to use, the first ones.  [default: all]")
     batch_size: int = option(16, "Of each worker.")
     seeds: int = option(5, "Runs of every line.")
+    keep: str | None = option(None, "File to which finished trainings are added; those in it are not made again.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +77,7 @@ class ArmStudy(Study):
         problem = load_problem(self.problem, self.problem_options(context))
         if self.examples is not None:
             problem = dataclasses.replace(problem, train=first(problem.train, self.examples))
-        trials = run_arms(self.arms(problem), problem, self.seeds, context)
+        trials = run_arms(self.arms(problem), problem, self.seeds, context, self._kept(context))
         columns, (x_axis, y_axis) = self.columns(trials), self.axes()
         return StudyResult(
             study=self,
@@ -89,6 +92,12 @@ class ArmStudy(Study):
             missing=trials.interrupted_at or self.missing(trials),
             interrupted=trials.interrupted_at is not None,
         )
+
+    def _kept(self, context: StudyContext) -> KeptTrials | None:
+        if self.keep is None:
+            return None
+        loaded = {"problem": self.problem, "model": self.model, "examples": self.examples, "first seed": context.seed}
+        return KeptTrials(Path(self.keep), loaded)
 
     def note_on_seeds(self) -> str:
         """Say what the intervals and verdicts are made of."""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, TensorDataset
 
@@ -25,6 +25,9 @@ from paceline.training.train import evaluate
 from paceline.virtual.plan import Point, TrainingOutcome, TrainingPlan
 from paceline.virtual.scenario import Scenario, Topology
 from paceline.virtual.training import SimulatedTraining, begin_training
+
+if TYPE_CHECKING:
+    from paceline.studies.kept import KeptTrials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +164,10 @@ class Trials:
         )
 
 
-def run_arms(arms: Sequence[Arm], problem: Problem, seeds: int, context: StudyContext) -> Trials:
-    """Train every arm with every seed, seed after seed; Ctrl-C returns the trials so far.
+def run_arms(
+    arms: Sequence[Arm], problem: Problem, seeds: int, context: StudyContext, kept: KeptTrials | None = None
+) -> Trials:
+    """Train every arm with every seed, seed after seed, but for what is kept; Ctrl-C returns the trials so far.
 
     If there are none, a ``KeyboardInterrupt`` is raised that says so.
     """
@@ -172,7 +177,7 @@ def run_arms(arms: Sequence[Arm], problem: Problem, seeds: int, context: StudyCo
         for number, (seed, arm) in enumerate(cases):
             context.tell(f"{arm.name}, seed {seed}", number, len(cases))
             try:
-                trial = _train(arm, problem, seed, stop)
+                trial = (kept and kept.find(arm, seed)) or _train(arm, problem, seed, stop, kept)
             except KeyboardInterrupt:
                 trial = None
             if trial is None:
@@ -185,14 +190,17 @@ def run_arms(arms: Sequence[Arm], problem: Problem, seeds: int, context: StudyCo
     return Trials(problem=problem, done=tuple(done), interrupted_at=None)
 
 
-def _train(arm: Arm, problem: Problem, seed: int, stop: Sequence[object]) -> Trial | None:
+def _train(arm: Arm, problem: Problem, seed: int, stop: Sequence[object], kept: KeptTrials | None) -> Trial | None:
     training = arm.begin(problem, seed)
     training.finish(stop)
     if stop:
         return None
     judged = problem.train if arm.judges is None else first(problem.train, arm.judges)
     loss, value, _ = evaluate(training.model, dataclasses.replace(problem, test=judged))
-    return Trial(arm=arm, seed=seed, outcome=training.outcome(), train_loss=loss, train_value=value)
+    trial = Trial(arm=arm, seed=seed, outcome=training.outcome(), train_loss=loss, train_value=value)
+    if kept is not None:
+        kept.keep(trial)
+    return trial
 
 
 def error(point: Point) -> float:

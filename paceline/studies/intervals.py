@@ -82,3 +82,25 @@ def agreement(claim: str, differences: Sequence[float], unit: str, *, within: fl
     elif abs(found.mean) - found.half > within:
         word = "does not hold"
     return f"{claim}: {word} (they differ by {found.show(decimals)} {unit}, {len(differences)} seeds)."
+
+
+def limit(claim: str, values: Sequence[float], unit: str, *, below: float, decimals: int = 2) -> str:
+    """Say whether something is below a limit, given how large it is with each seed.
+
+    It is if the whole interval is below, and is not if the whole interval is above; else nothing is shown.
+
+    >>> limit("A loses", [1.0, 1.2, 1.1], "points", below=2)
+    'A loses less than 2 points: holds (1.10 +- 0.25 points, 3 seeds).'
+    >>> limit("A loses", [1.0, 1.2, 1.1], "points", below=1)
+    'A loses less than 1 points: not shown (1.10 +- 0.25 points, 3 seeds).'
+    """
+    found = interval(values)
+    claim = f"{claim} less than {below:g} {unit}"
+    if found.half is None:
+        return f"{claim}: one seed shows nothing ({found.show(decimals)} {unit})."
+    word = "not shown"
+    if found.mean + found.half < below:
+        word = "holds"
+    elif found.mean - found.half > below:
+        word = "does not hold"
+    return f"{claim}: {word} ({found.show(decimals)} {unit}, {len(values)} seeds)."
