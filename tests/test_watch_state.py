@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -358,9 +359,12 @@ def test_a_comparison_shows_the_run_that_goes_on(tmp_path: Path) -> None:
             for k, status in enumerate(statuses)
         ]
         (tmp_path / "comparison.json").write_text(json.dumps({"format": 1, "problem": "digits", "runs": runs, **more}))
+        os.utime(tmp_path / "comparison.json", (clock.now, clock.now))
+
+    clock = Clock()
 
     write("waiting", "waiting")
-    watched = Watched(tmp_path, clock=Clock(), make_report=lambda _: b"all")
+    watched = Watched(tmp_path, clock=clock, make_report=lambda _: b"all")
     watched.check()
     watched.look()
     assert watched.stage == "running"
@@ -373,6 +377,10 @@ def test_a_comparison_shows_the_run_that_goes_on(tmp_path: Path) -> None:
         assert (view["run"]["progress"]["step"], view["run"]["whole"]) == (number + 2, True)
         assert view["comparison"]["done"] == number
         writing.run.close()
+    write("done", "waiting")
+    clock.now += 100
+    watched.look()
+    assert "1 of 2 trainings are left" in (watched.message or "")
     write("done", "done")
     watched.look()
     assert (watched.stage, watched.report) == ("ended", b"all")

@@ -16,6 +16,7 @@ from paceline.report.runs import COMPARISON, check_format, is_being_written, rea
 Stage = Literal["waiting", "running", "ended"]
 
 _OF_A_RUN = ("config.json", "metrics.jsonl", "timeline", "run.lock", COMPARISON)
+_LONG_PAUSE = 60.0  # seconds without a sign after which a comparison has ended: its reports take a while
 _PAUSE = 5.0  # seconds without an owner after which a run has ended: one that is replaced needs some
 
 
@@ -128,7 +129,7 @@ class Watched:
         self._caught_up = not news.behind
         lately = self._active_at is not None and now - self._active_at < _PAUSE
         if self._comparison is not None:
-            goes_on = any(entry["status"] in ("running", "waiting") for entry in self._entries())
+            goes_on = self._comparison_goes_on(owned, now)
         else:
             goes_on = owned or (lately and not self._run.all_have_left)
         begun = self._comparison is not None or self._run.begun or bool(self._run.config)
@@ -150,6 +151,23 @@ class Watched:
         entries = [entry for entry in runs if isinstance(entry, dict)] if isinstance(runs, list) else []
         names = ("policy", "seed", "run", "status", "error")
         return [{name: _text(entry.get(name)) for name in names} for entry in entries]
+
+    def _comparison_goes_on(self, owned: bool, now: float) -> bool:
+        statuses = [entry["status"] for entry in self._entries()]
+        if "running" not in statuses and "waiting" not in statuses:
+            return False
+        is_virtual = (self._comparison or {}).get("virtual") is True  # then nobody owns a run
+        if "running" in statuses and (owned or is_virtual):
+            return True
+        sign = max(self._active_at or 0.0, (self.path / COMPARISON).stat().st_mtime)
+        if now - sign < _LONG_PAUSE:
+            return True
+        left = len(statuses) - statuses.count("done") - statuses.count("failed")
+        self.message = (
+            f"The comparison was interrupted: {left} of {len(statuses)} trainings are left. "
+            f"Go on with: paceline compare --resume {self.path}"
+        )
+        return False
 
     def _run_now(self) -> Path:
         """The run of the comparison that goes on, or the last one that did; no directory outside of it."""
