@@ -164,6 +164,7 @@ def _no_thread_is_left() -> Iterator[None]:
     # One that waits in Gloo for a worker that has failed cannot be ended. It fails at its timeout, and does no more.
     while left := [each.name for each in threading.enumerate() if each not in before and each.name != _GLOO]:
         assert time.monotonic() < end, f"the test has left threads: {left}"
+        gc.collect()  # a group that is garbage still has its threads
         time.sleep(0.005)
 
 

@@ -267,6 +267,8 @@ def on_live_server(case: Case, order: Sequence[int], servers: int, trace: Path) 
         for rank in range(WORKERS):
             workers.append(Worker(case, rank, cluster.address))
             workers[-1].settle()
+        for worker in workers:  # a round of all begins when the last has joined
+            worker.settle()
         for rank in order:
             workers[rank].push()
             workers[rank].settle()

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.launch import supervisor
 from paceline.launch.service import ServerOptions
-from paceline.launch.supervisor import supervise
 from paceline.policies import PeersPolicy, parse_policy
 from paceline.training.train import Progress, TrainConfig, Watch
 
@@ -54,7 +54,7 @@ def train_on_workers(
             if watch is not None:
                 watch(Progress(**report["progress"]))
 
-    code = supervise(
+    code = supervisor.supervise(
         worker_command(config),
         workers=workers,
         per_device=policy.processes_per_worker if isinstance(policy, PeersPolicy) else 1,

@@ -8,7 +8,7 @@ import gc
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -31,8 +31,10 @@ from paceline.record.timeline import Kind
 from paceline.seeding import derive_seed
 from paceline.virtual.agenda import Agenda, Event, Numbers, StepEnds, Times
 from paceline.virtual.network import Instant, Network
-from paceline.virtual.recording import RunRecord
 from paceline.virtual.tally import Tally
+
+if TYPE_CHECKING:
+    from paceline.virtual.recording import RunRecord
 
 _DRAWN_AT_ONCE = 1024
 
@@ -251,7 +253,8 @@ class Cluster:
     def _send(self, send: Send, at: float) -> None:
         workers, step, work = send
         if self._work is not None:
-            self._work.begin(workers, self.version, work)
+            # The batch of each depends on its rank alone, as on the live server.
+            self._work.begin(sorted(workers) if self._policy.needs_all else workers, self.version, work)
         begin = self.network.send(at, len(workers), None if self._work is None else self._work.sent_bytes(workers))
         batches: int | Numbers = self._policy.local_steps
         if work:

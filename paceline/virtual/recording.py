@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.record.metrics import MetricsWriter
 from paceline.record.timeline import Kind, TimelineWriter, timeline_file
 
 
@@ -22,6 +21,8 @@ class RunRecord:
     def __init__(self, run: Path, workers: int) -> None:
         self._timelines = [TimelineWriter(timeline_file(run, worker), every=math.inf) for worker in range(workers)]
         self._ends = np.zeros(workers)  # of what each has done so far
+        from paceline.record.metrics import MetricsWriter  # it needs torch, and a simulation without gradients does not
+
         self._metrics = MetricsWriter(run / "metrics.jsonl")
         self._num_bytes = 0.0  # moved up to the last commit
         self.commits: list[tuple[int, int]] = [(0, 0)]  # examples and bytes after so many
