@@ -1,4 +1,4 @@
-# make demo   install into .venv and train the default problem
+# make demo   install into .venv, and compare four policies with stragglers in about a minute
 # make test   install into .venv and run linter, type checker and tests
 # make soak   install into .venv and run the long tests, which make test leaves out
 # make native-sanitizers   run the native collectives, ranks as threads, and the sparse engine under the thread, address and
@@ -15,7 +15,8 @@ SPARSE := $(addprefix paceline/native/sparse/,linear.cpp completion.cpp cut.cpp 
 .PHONY: demo test soak check native-sanitizers clean
 
 demo: $(READY)
-	$(BIN)/paceline train
+	$(BIN)/paceline compare digits --workers 4 --policies all-reduce "k-sync(k=3)" async "local-sgd(every=8)" \
+	  --delay "0.5+exp(1)" --delay-unit 8ms --batch-size 8 --optimizer "sgd(lr=0.2)" --epochs 5 --target 0.93
 
 test: $(READY) check
 	$(BIN)/python -m pytest -n 2 -m "not soak"

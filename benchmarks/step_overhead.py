@@ -5,6 +5,8 @@
 Two ways, both over the same batches and in one process, their rounds interleaved: `step` feeds ready-made batches
 to both loops, so that only `session.step()` differs; `loop` adds the data, a shuffling DataLoader over a
 TensorDataset against `session.batches`. The figure is the median over the rounds of the ratio of the two times.
+The last row compares two sessions: one with a run directory, which writes its timeline and no metrics, with one
+without.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -52,6 +55,7 @@ def all_loops() -> dict[str, tuple[Loop, Loop]]:
         "step, streams left alone": (by_hand(batches), with_session(batches, seed=None)),
         "step, streams seeded": (by_hand(batches), with_session(batches, seed=0)),
         "loop, streams left alone": (by_hand(loader), with_session(dataset, seed=None)),
+        "step, timeline or none": (with_session(batches, seed=0), with_session(batches, seed=0, timeline=True)),
     }
 
 
@@ -74,9 +78,10 @@ def by_hand(batches: object) -> Loop:
     return loop
 
 
-def with_session(source: list[tuple[Tensor, ...]] | TensorDataset, seed: int | None) -> Loop:
+def with_session(source: list[tuple[Tensor, ...]] | TensorDataset, seed: int | None, *, timeline: bool = False) -> Loop:
     model, optimizer = parts()
-    session = paceline.join(model, optimizer, seed=seed)
+    run = tempfile.mkdtemp(prefix="step-overhead-") if timeline else None
+    session = paceline.join(model, optimizer, seed=seed, run=run, log_every=1_000_000_000)
 
     def loop() -> None:
         batches = source if isinstance(source, list) else session.batches(source, BATCH)

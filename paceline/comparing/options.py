@@ -10,7 +10,7 @@ from typing import Any
 from paceline.delays.delay import Changed, Delay, Factors, Fails, Slow, parse_delay
 from paceline.delays.injected import InjectedDelays, parse_unit
 from paceline.errors import UsageError, check_whole
-from paceline.policies import SMA, PeersPolicy, ServerPolicy, parse_policy
+from paceline.policies import PeersPolicy, ServerPolicy, parse_policy
 from paceline.policies.sparse import check_for_module
 from paceline.problems import Problem
 from paceline.training.train import TrainConfig, check_config, load_config_problem, server_pace, training_sampler
@@ -125,8 +125,6 @@ class CompareOptions:
             config, workers = self.config(arm, 0), self.workers_of(arm)
             policy = parse_policy(config.policy)
             check_for_module(policy)
-            if isinstance(policy, SMA) and policy.learners == "auto":
-                raise UsageError(f"policy {policy}: say how many learners a worker has, as in sma(learners=2)")
             if isinstance(policy, PeersPolicy):
                 policy.check_processes(workers)
             check_config(config, problem, workers)

@@ -1,0 +1,312 @@
+"""Comparisons: the table, mistakes told before anything starts, failures, interrupts, and what runs leave on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import ENVIRONMENT
+
+from paceline.comparing import compare as comparing
+from paceline.comparing.comparison import Comparison
+from paceline.comparing.figures import Figures, figures_of, rows_from
+from paceline.comparing.options import ONE_WORKER, CompareOptions
+from paceline.comparing.real import TrainingFailed
+from paceline.record.metrics import MetricsWriter, read_metrics
+from paceline.record.timeline import Kind, TimelineWriter, read_timeline, timeline_file
+
+TINY = ("quadratic", "--workers", "2", "--epochs", "1", "--batch-size", "512", "--target", "0.5")
+
+
+def figures(seconds: float | None, **others: float | None) -> Figures:
+    values = {"error": 0.1, "megabytes": 2.0, "staleness": None, "waiting": 0.25, "thrown_away": 0.0, **others}
+    return Figures(seconds=seconds, **values)
+
+
+def row(rows: list[dict[str, Any]], policy: str) -> dict[str, Any]:
+    (found,) = [each for each in rows if each["policy"] == policy]
+    return found
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_speed_up_is_the_time_of_one_worker_over_that_of_all() -> None:
+    rows = rows_from({ONE_WORKER: [figures(10.0)], "async": [figures(4.0, staleness=3.0)]}, {})
+    assert row(rows, ONE_WORKER)["speedup"] == 1.0
+    assert row(rows, "async")["speedup"] == 2.5
+    assert row(rows, "async")["staleness"] == 3.0
+    assert row(rows, "async")["half"] is None, "one seed has no interval"
+
+
+def test_a_policy_that_misses_the_target_has_no_time_and_no_speed_up() -> None:
+    rows = rows_from({ONE_WORKER: [figures(10.0)] * 2, "async": [figures(4.0), figures(None)]}, {"async": None})
+    assert row(rows, "async")["seconds"] is row(rows, "async")["speedup"] is None
+    assert row(rows, "async")["error"] == 0.1
+
+
+def test_several_seeds_give_means_and_an_interval() -> None:
+    runs = {ONE_WORKER: [figures(9.0), figures(11.0)], "sync": [figures(1.0), figures(3.0, waiting=0.75)]}
+    found = row(rows_from(runs, {}), "sync")
+    assert (found["seconds"], found["speedup"], found["waiting"], found["seeds"]) == (2.0, 5.0, 0.5, 2)
+    assert found["half"] == pytest.approx(12.706)
+
+
+def test_a_baseline_that_misses_the_target_gives_no_speed_up() -> None:
+    rows = rows_from({ONE_WORKER: [figures(None)], "sync": [figures(1.0)]}, {ONE_WORKER: "it failed"})
+    assert row(rows, "sync")["speedup"] is None
+    assert row(rows, ONE_WORKER)["failure"] == "it failed"
+
+
+def make_run(run: Path) -> Path:
+    """A run that began at 100 s: two workers, of which one throws a second away, and evaluations every 2 s."""
+    run.mkdir()
+    for worker in range(2):
+        writer = TimelineWriter(timeline_file(run, worker))
+        writer.began(0, 100.0)
+        writer.span(Kind.COMPUTING, 0, 100.0, 4.0)
+        writer.span(Kind.WAITING, 0, 104.0, 3.0)
+        writer.span(Kind.EXCHANGING, 0, 107.0, 2.0)
+        writer.span(Kind.CANCELLED if worker else Kind.COMPUTING, 0, 109.0, 1.0)
+        writer.left(110.0)
+        writer.close()
+    metrics = MetricsWriter(run / "metrics.jsonl")
+    metrics.write("joined", time=100.5, worker=0, incarnation=0, step=0)
+    for step, staleness in enumerate(([0, 1], [2, 3]), 1):
+        metrics.write("commit", time=100.0 + 2 * step, step=step, staleness=staleness, bytes=1_500_000)
+    metrics.write("evaluation", time=110.0, step=2, accuracy=0.75, test_loss=1.5)
+    metrics.close()
+    lines = [{"time": 100.5 + 2 * step, "step": step, "accuracy": 0.4 * step, "test_loss": 2.0} for step in range(3)]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_the_figures_of_a_run_come_from_its_files(tmp_path: Path) -> None:
+    found = figures_of(make_run(tmp_path / "run"), metric="accuracy", higher_is_better=True, target=0.7)
+    assert (found.seconds, found.error, found.megabytes, found.staleness) == (4.5, 0.25, 3.0, 1.5)
+    assert found.waiting == pytest.approx(0.3)
+    assert found.thrown_away == pytest.approx(0.05)
+
+
+def test_a_run_that_wrote_nothing_has_no_figures(tmp_path: Path) -> None:
+    found = figures_of(tmp_path, metric="excess", higher_is_better=False, target=0.7)
+    assert found == figures(None, error=None, megabytes=None, waiting=None, thrown_away=None)
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "policy": (["--policies", "sync", "asink"], "Did you mean 'async'"),
+    "policy among commas": (["--policies", "sync,asink"], "Did you mean 'async'"),
+    "k above the workers": (["--policies", "k-sync(k=9)"], "a commit needs 9 workers"),
+    "policy of threads": (["--policies", "cyclades"], "sparse"),
+    "sparse problem": (["svm"], "problem svm is sparse"),
+    "problem": (["digit"], "Did you mean 'digits'"),
+    "one worker": (["--workers", "1"], "--workers must be at least 2"),
+    "no seeds": (["--seeds", "0"], "--seeds must be at least 1"),
+    "unit without a delay": (["--delay-unit", "5ms"], "--delay-unit goes with --delay"),
+    "slow worker that is not there": (["--delay", "1 slow(4, 5)"], "there is no worker 4"),
+    "failure of a real worker": (["--delay", "1 fails(worker=1, at=5)"], "real workers can only be delayed"),
+    "target": (["--target", "nan"], "--target must be a finite number"),
+    "batch": (["--batch-size", "5000"], "5000"),
+    "optimizer": (["--optimizer", "adm(lr=1)"], "Did you mean 'adam'"),
+    "codec": (["--codec", "sing"], "Did you mean 'sign'"),
+    "learners": (["--policies", "sma(learners=auto)"], "say how many, as in sma(learners=2)"),
+    "resuming nothing": (["--resume", "nowhere"], "nowhere holds no comparison"),
+    "resuming with options": (["--resume", "nowhere", "--epochs", "3"], "leave out --epochs"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_one_line_before_anything_starts(mistake: str, paceline: Any, tmp_path: Path) -> None:
+    arguments, expected = MISTAKES[mistake]
+    found = paceline("compare", *arguments)
+    assert found.code == 2
+    assert expected in found.err and found.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_problem_without_a_target_needs_one(paceline: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from paceline.problems import load_problem, ProblemOptions\nfrom dataclasses import replace\n"
+        "def problem(): return replace(load_problem('quadratic', ProblemOptions()), target=None)\n"
+    )
+    found = paceline("compare", "mine.py")
+    assert (found.code, "quadratic has no target of its own; give one" in found.err) == (2, True), found.err
+
+
+def test_policies_are_several_values_or_one_with_commas(paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "train_real", lambda *_: 1.0)
+    wanted = ["k-sync(k=2)", "ssp(bound=3)", "async"]
+    for number, values in enumerate(
+        (wanted, ["k-sync(k=2),ssp(bound=3),async"], ["k-sync(k=2), ssp(bound=3)", "async", "k-sync(k=2)"])
+    ):
+        assert paceline("compare", *TINY, "--policies", *values, "--out", f"c{number}").code == 0
+        assert list(Comparison.load(Path(f"c{number}")).options.policies) == wanted
+
+
+def test_directories_are_named_after_policies(tmp_path: Path) -> None:
+    options = CompareOptions(policies=("k-sync(k=4)", "all-reduce"), problem="digits", seeds=2)
+    entries = Comparison.begin(tmp_path, options, options.check(), ["paceline"]).entries
+    runs = [entry.run for entry in entries]
+    assert runs[:3] == ["one-worker/seed-0", "k-sync-k-4/seed-0", "all-reduce/seed-0"]
+    assert runs[3:] == ["one-worker/seed-1", "k-sync-k-4/seed-1", "all-reduce/seed-1"]
+
+
+# Failures and interrupts ----------------------------------------------------------------------------------------------
+
+
+class Faults:
+    """Stands in for real trainings: that of ``bad`` ends with this error, each time once."""
+
+    def __init__(self, bad: str, error: BaseException) -> None:
+        self._bad, self._error = bad, error
+        self.trained: list[str] = []
+
+    def __call__(self, options: CompareOptions, problem: Any, arm: str, seed: int, run: Path, tell: Any) -> float:
+        self.trained.append(arm)
+        assert not run.exists(), "what was begun is removed"
+        shutil.copytree(self._made(run), run)
+        tell(0.5)
+        if arm == self._bad:
+            self._bad = ""
+            raise self._error
+        return 1.5
+
+    def _made(self, run: Path) -> Path:
+        made = run.parent.parent / f"made-{len(self.trained)}"
+        made.parent.mkdir(parents=True, exist_ok=True)
+        return make_run(made)
+
+
+def test_a_policy_that_fails_is_a_row_and_the_others_go_on(paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = Faults("sync", TrainingFailed("ValueError: the loss is NaN"))
+    monkeypatch.setattr(comparing, "train_real", faults)
+    found = paceline("compare", *TINY, "--policies", "sync", "async", "--out", "c", "--json")
+    assert found.code == 1
+    assert found.err == "paceline: 1 of 3 trainings failed; sync: ValueError: the loss is NaN\n"
+    assert faults.trained == [ONE_WORKER, "sync", "async"]
+    result = json.loads(found.out)
+    assert [each["failure"] for each in result["rows"]] == [None, "ValueError: the loss is NaN", None]
+    assert [each["status"] for each in json.loads(Path("c/comparison.json").read_text())["runs"]] == [
+        "done",
+        "failed",
+        "done",
+    ]
+
+
+def test_an_interrupted_comparison_goes_on_where_it_stopped(paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = Faults("sync", KeyboardInterrupt())
+    monkeypatch.setattr(comparing, "train_real", faults)
+    found = paceline("compare", *TINY, "--policies", "sync", "async", "--out", "c")
+    assert found.code == 130
+    assert found.err == "paceline: interrupted; go on with: paceline compare --resume c\n"
+    assert "one worker" in found.out, "the table so far is shown"
+    assert [entry.status for entry in Comparison.load(Path("c")).entries] == ["done", "waiting", "waiting"]
+    assert paceline("compare", *TINY, "--out", "c").code == 2, "another one there would lose it"
+    assert paceline("compare", "--resume", "c").code == 0
+    assert faults.trained == [ONE_WORKER, "sync", "sync", "async"]
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def check_run(run: Path, workers: int) -> None:
+    """A run's workers did one thing after the other, and the evaluations go to its end."""
+    timeline = read_timeline(run)
+    assert list(timeline) == list(range(workers))
+    for records in timeline.values():
+        assert records["kind"][0] == Kind.BEGAN and records["kind"][-1] == Kind.LEFT
+        assert (records["kind"] == Kind.COMPUTING).any() and (records["kind"] != Kind.DEAD).all()
+        ends = records["start"] + records["duration"].astype(np.float64)
+        assert (records["start"][1:] >= ends[:-1] - 1e-5 * (1 + records["duration"][:-1])).all()
+    points = list(read_metrics(run / "evaluations.jsonl"))
+    assert points[0]["step"] == points[0]["examples"] == points[0]["bytes"] == 0
+    for name in ("time", "step", "examples", "bytes"):
+        assert [point[name] for point in points] == sorted(point[name] for point in points)
+    made = [line for line in read_metrics(run / "metrics.jsonl") if line["event"] in ("step", "commit")]
+    assert points[-1]["step"] == made[-1]["step"]
+    assert points[-1]["examples"] == sum(line["examples"] for line in made)
+    assert points[-1]["bytes"] == sum(line.get("bytes", 0) for line in made)
+
+
+def check_comparison(path: Path, found: Any, policies: list[str]) -> None:
+    assert found.code == 0, found.err
+    result = json.loads(found.out)
+    assert [each["policy"] for each in result["rows"]] == [ONE_WORKER, *policies]
+    assert all(0 < each["error"] < 10 and each["waiting"] is not None for each in result["rows"])
+    comparison = Comparison.load(path)
+    starts = []
+    for entry in comparison.entries:
+        assert entry.status == "done" and entry.seconds is not None and entry.seconds > 0
+        check_run(comparison.run_of(entry), comparison.options.workers_of(entry.policy))
+        first = next(read_metrics(comparison.run_of(entry) / "evaluations.jsonl"))
+        starts.append(first["test_loss"])
+    assert len(set(starts)) == 1, "all begin with the same parameters"
+
+
+def test_policies_are_compared_on_the_virtual_cluster(paceline: Any, tmp_path: Path) -> None:
+    policies = ["all-reduce", "k-sync(k=2)", "async", "local-sgd(every=2)", "gossip"]
+    words = ["--virtual", "--workers", "3", "--delay", "1+exp(1)", "--delay-unit", "10ms", "--policies", *policies]
+    found = paceline("compare", *TINY, *words, "--out", "c", "--json")
+    check_comparison(tmp_path / "c", found, [str(each) for each in Comparison.load(Path("c")).options.policies])
+    rows = {each["policy"].partition("(")[0]: each for each in json.loads(found.out)["rows"]}
+    assert rows["k-sync"]["thrown_away"] > rows["async"]["thrown_away"] == rows["all-reduce"]["thrown_away"] == 0
+    assert rows["async"]["staleness"] > rows["k-sync"]["staleness"] == 0
+    assert rows["all-reduce"]["waiting"] > rows["local-sgd"]["waiting"] > rows["one worker"]["waiting"] == 0
+    assert rows["all-reduce"]["megabytes"] > rows["local-sgd"]["megabytes"] > 0
+
+
+def test_a_virtual_worker_that_fails_is_dead_in_the_timeline(paceline: Any) -> None:
+    words = ["--virtual", "--workers", "3", "--delay", "1 fails(worker=1, at=3.5)", "--policies", "async"]
+    assert paceline("compare", *TINY, *words, "--epochs", "3", "--out", "c").code == 0
+    timeline = read_timeline(Path("c/async/seed-0"))
+    assert [(records["kind"] == Kind.DEAD).sum() for records in timeline.values()] == [0, 1, 0]
+
+
+def test_policies_are_compared_on_real_workers(paceline: Any, tmp_path: Path) -> None:
+    found = paceline("compare", *TINY, "--policies", "all-reduce", "async", "--out", "c", "--json")
+    check_comparison(tmp_path / "c", found, ["all-reduce", "async"])
+    for run in ("all-reduce", "async"):
+        lines = list(read_metrics(tmp_path / "c" / run / "seed-0" / "metrics.jsonl"))
+        assert {line["worker"] for line in lines if line["event"] == "joined"} == {0, 1}
+        assert {(line["worker"], line["dead"]) for line in lines if line["event"] == "left"} == {(0, False), (1, False)}
+        assert len(list((tmp_path / "c" / run / "seed-0" / "checkpoints").glob("*.safetensors"))) == 1
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("virtual", [False, True])
+def test_ctrl_c_leaves_a_comparison_that_goes_on(tmp_path: Path, virtual: bool) -> None:
+    words = ["--policies", "all-reduce", "k-sync(k=2)", "async", "local-sgd(every=4)", "--workers", "3", "--out", "c"]
+    words += ["--virtual"] if virtual else ["--delay", "1+exp(1)", "--delay-unit", "5ms"]
+    command = [sys.executable, "-m", "paceline", "compare"]
+    process = subprocess.Popen(
+        [*command, *words, "--epochs", "4"], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: (tmp_path / "c" / "all-reduce" / "seed-0" / "metrics.jsonl").exists())
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert told.endswith("paceline: interrupted; go on with: paceline compare --resume c\n")
+    done = subprocess.run([*command, "--resume", "c", "--json"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["rows"]) == 5
+    comparison = Comparison.load(tmp_path / "c")
+    for entry in comparison.entries:
+        check_run(comparison.run_of(entry), comparison.options.workers_of(entry.policy))
