@@ -118,7 +118,7 @@ def test_every_figure_has_marks_without_errors_and_requests(browser: Browser, re
         assert page.complaints == [] and page.requests == []
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_all_text_has_contrast(dark: bool, browser: Browser, report: str) -> None:
     with browser.page(report, dark=dark) as page:
         assert page.run(PALE) == []
@@ -132,7 +132,7 @@ def test_all_text_has_contrast(dark: bool, browser: Browser, report: str) -> Non
         assert page.run(PALE) == []
 
 
-@pytest.mark.parametrize("width", [360, 390, 768])
+@pytest.mark.parametrize("width", [360, *(pytest.param(width, marks=pytest.mark.soak) for width in (390, 768))])
 def test_a_narrow_window_is_not_scrolled_sideways(width: int, browser: Browser, report: str) -> None:
     with browser.page(report, width=width, height=800) as page:
         assert page.run("document.documentElement.scrollWidth") <= width
@@ -208,7 +208,7 @@ def test_another_run_and_another_scale_are_shown(browser: Browser, report: str) 
         assert page.complaints == []
 
 
-@pytest.mark.parametrize("kind", ["run", "comparison"])
+@pytest.mark.parametrize("kind", [pytest.param("run", marks=pytest.mark.soak), "comparison"])
 def test_hostile_texts_stay_texts(kind: str, browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "hostile"
     made = make_comparison(path, seeds=[0], text=HOSTILE) if kind == "comparison" else make_run(path, text=HOSTILE)
@@ -239,7 +239,13 @@ def damaged(path: Path, what: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("what", ["nothing measured", "no timeline", "no metrics", "one evaluation"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "nothing measured",
+        *(pytest.param(what, marks=pytest.mark.soak) for what in ("no timeline", "no metrics", "one evaluation")),
+    ],
+)
 def test_a_page_of_a_broken_run_is_never_blank(what: str, browser: Browser, tmp_path: Path) -> None:
     with browser.page(write_report(damaged(make_run(tmp_path / "one"), what)).as_uri()) as page:
         assert len(page.run("document.querySelector('main').innerText")) > 500

@@ -110,8 +110,8 @@ def test_a_broken_run_among_others_is_told_and_the_rest_is_shown(tmp_path: Path,
 def test_the_sentence_tells_what_was_compared(tmp_path: Path) -> None:
     data = embedded(write_report(make_comparison(tmp_path / "four")))
     assert data["sentence"] == (
-        "5 policies on digits, with 4 workers, slowed by 1+exp(0.5) in units of 20ms, with the seeds 0 and 1; "
-        "the target is accuracy 0.9."
+        "4 policies and one worker on digits, with 4 workers, slowed by 1+exp(0.5) in units of 20ms, "
+        "with the seeds 0 and 1; the target is accuracy 0.9."
     )
     assert data["error"]["target"] == pytest.approx(0.1)
     assert [each["label"] for each in data["curves"]["time"]] == [row["label"] for row in data["summary"]]

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from paceline.errors import UsageError
 from paceline.report.groups import Group, group
-from paceline.report.runs import Comparison, RunData, is_comparison, read_comparison, read_run
+from paceline.report.runs import ONE_WORKER, Comparison, RunData, is_comparison, read_comparison, read_run
 
 Source: TypeAlias = str | os.PathLike[str] | RunData
 """A run, or the directory of a run or of a comparison."""
@@ -44,9 +44,10 @@ class Material:
         """What was compared: policies, problem, workers, delay, seeds, target."""
         if not self.runs:
             return "There is no run to show yet."
-        policies = list(dict.fromkeys(run.policy for run in self.runs))
-        many = len(policies) > 1
-        parts = [f"{len(policies)} policies" if many else policies[0]]
+        policies = list(dict.fromkeys(run.policy for run in self.runs if run.policy != ONE_WORKER))
+        alone = any(run.policy == ONE_WORKER for run in self.runs)
+        told = [f"{len(policies)} policies"] if len(policies) > 1 else policies
+        parts = [" and ".join([*told, ONE_WORKER] if alone else told)]
         parts.append(f"on {_listed({run.problem for run in self.runs if run.problem} or {'an unknown problem'})}")
         if workers := sorted({run.workers for run in self.runs if run.workers and run.workers > 1}):
             parts.append(f"with {_listed(map(str, workers))} workers")
