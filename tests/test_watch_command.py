@@ -142,7 +142,8 @@ def test_the_browser_is_led_by_a_file_of_the_owner() -> None:
 
 
 @pytest.mark.processes
-def test_ctrl_c_ends_the_watcher_and_closes_its_port(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+def test_a_signal_ends_the_watcher_and_closes_its_port(tmp_path: Path, number: signal.Signals) -> None:
     """It is started before the run."""
     path = tmp_path / "run"
     with started(["watch", str(path), "--no-browser"]) as process:
@@ -157,7 +158,7 @@ def test_ctrl_c_ends_the_watcher_and_closes_its_port(tmp_path: Path) -> None:
             time.sleep(0.05)
         report = urllib.request.urlopen(url.replace("/?", "/report?")).read()
         assert report.startswith(b"<!DOCTYPE html>")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130
         assert err.splitlines()[-1] == "paceline: interrupted"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ import click
 
 from paceline.commands.options import PathType
 from paceline.errors import UsageError
+from paceline.interrupts import answered
 
 if TYPE_CHECKING:
     from paceline.report.live.watched import Watched
@@ -41,13 +43,18 @@ def watch(run: Path, port: int, terminal: bool, no_browser: bool, tensorboard: P
     export = _open_export(run, tensorboard)
     watched = Watched(run, make_report=None if terminal or as_json else _make_report)
     watched.check()
-    with export as written:
+    with answered(_interrupt, signal.SIGTERM), export as written:
         if as_json:
             _print_once(watched, written)
         elif terminal:
             _show_here(watched, written)
         else:
             _serve(watched, written, port, browser=not no_browser)
+
+
+def _interrupt(*_: object) -> None:
+    """End as Ctrl-C does: files that lead a browser are removed, and points for TensorBoard written."""
+    raise KeyboardInterrupt
 
 
 def _open_export(run: Path, folder: Path | None) -> contextlib.AbstractContextManager[TensorBoardExport | None]:

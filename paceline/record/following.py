@@ -18,7 +18,7 @@ from paceline.errors import PacelineError
 from paceline.record.timeline import MAGIC, RECORD, Kind, Records, TimelineError
 
 _MARK = 64  # bytes before the position that are compared; each line and record has its time in them
-_MOST_LINES = 1 << 22  # bytes of lines in a call: about a tenth of a second
+_MOST_LINES = 1 << 20  # bytes of lines in a call: less than a second
 _MOST_RECORDS = 1 << 18  # bytes of records of a worker in a call; of more, the last ones
 _LONGEST_LINE = 1 << 26  # bytes: a file without line ends is not read into memory
 _LATEST = 1e11  # seconds since the epoch: what tells of a later time is broken
@@ -111,6 +111,13 @@ def _event(line: bytes) -> dict[str, Any] | None:
     if not isinstance(event, dict) or not isinstance(at := event.get("time"), int | float) or not abs(at) < _LATEST:
         return None
     return {"event": "evaluation", **event}  # the lines of evaluations.jsonl need no name
+
+
+def finite(value: Any) -> float | None:
+    """The value of an event as a finite number; None if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        return None
+    return float(value)
 
 
 class RecordTail(Tail):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from paceline.errors import PacelineError, UsageError
-from paceline.record.following import RunTail
+from paceline.record.following import RunTail, finite
 from paceline.record.timeline import Kind, Records
 from paceline.report.runs import COMPARISON, read_json
 
@@ -137,25 +137,25 @@ class _RunExport:
         if kind in ("step", "commit"):
             self._take_update(event, at)
         elif kind == "epoch":  # of a sparse problem
-            updates = _number(event.get("updates")) or 0.0
+            updates = finite(event.get("updates")) or 0.0
             update = {"step": self._step + int(updates), "examples": 1, "loss": event.get("objective")}
             self._take_update(update, at)
         elif kind == "evaluation":
-            step = int(_number(event.get("step")) or self._step)
+            step = int(finite(event.get("step")) or self._step)
             self._add("loss/test", event.get("test_loss"), step, at)
             for name in sorted(event.keys() - _NO_METRIC):
                 self._add(f"metric/{name}", event[name], step, at)
 
     def _take_update(self, event: Mapping[str, Any], at: float) -> None:
-        step = int(_number(event.get("step")) or self._step + 1)
-        self._examples += (_number(event.get("examples")) or 0.0) * max(1, step - self._step)
+        step = int(finite(event.get("step")) or self._step + 1)
+        self._examples += (finite(event.get("examples")) or 0.0) * max(1, step - self._step)
         self._step = step
         self._add("loss/train", event.get("loss"), step, at)
         self._add("lr", event.get("lr", event.get("rate")), step, at)
         staleness = event.get("staleness")
-        if isinstance(staleness, list) and (known := [each for each in map(_number, staleness) if each is not None]):
+        if isinstance(staleness, list) and (known := [each for each in map(finite, staleness) if each is not None]):
             self._add("staleness/mean", sum(known) / len(known), step, at)
-        if (sent := _number(event.get("bytes"))) is not None:
+        if (sent := finite(event.get("bytes"))) is not None:
             self._bytes += sent
             self._add("bytes", self._bytes, step, at)
         if self._since is None:
@@ -187,13 +187,6 @@ class _RunExport:
                 self._add(f"time/{kind.name.lower()}", float(share), step, at)
 
     def _add(self, tag: str, value: Any, step: int, at: float) -> None:
-        number = _number(value)
+        number = finite(value)
         if number is not None:
             self._writer.add_scalar(tag, number, step, walltime=at)
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        return None
-    return float(value)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.record.following import News, RunTail
+from paceline.record.following import News, RunTail, finite
 from paceline.report.live.history import History, Update
 from paceline.report.live.strips import CELL, CELLS
 from paceline.report.live.workers import STATES, Worker, Workers
@@ -105,40 +105,40 @@ class LiveRun:
             self._take_evaluation(event, at)
         elif kind in ("joined", "left") and isinstance(worker := event.get("worker"), int) and 0 <= worker < 1 << 31:
             if kind == "joined":
-                self.workers.joined(worker, at, int(_number(event.get("incarnation")) or 0))
+                self.workers.joined(worker, at, int(finite(event.get("incarnation")) or 0))
             else:
                 self.workers.ended(worker, at, dead=bool(event.get("dead")))
 
     def _take_update(self, event: Mapping[str, Any], at: float) -> None:
-        step, epoch = int(_number(event.get("step")) or self.step + 1), int(_number(event.get("epoch")) or 0)
+        step, epoch = int(finite(event.get("step")) or self.step + 1), int(finite(event.get("epoch")) or 0)
         made = max(1, step - self.step)  # several, where not every step has a line
         if epoch > self.epoch:
             self._epoch_steps = self.step / epoch
         self.step, self.epoch = step, epoch
-        rate = _number(event.get("lr", event.get("rate")))
+        rate = finite(event.get("lr", event.get("rate")))
         self.rate = self.rate if rate is None else rate
         staleness = event.get("staleness")
-        stale = [int(each) for each in staleness if _number(each) is not None] if isinstance(staleness, list) else []
+        stale = [int(each) for each in staleness if finite(each) is not None] if isinstance(staleness, list) else []
         self._staleness.extend(stale)
-        examples, sent = (_number(event.get("examples")) or 0.0) * made, _number(event.get("bytes")) or 0.0
+        examples, sent = (finite(event.get("examples")) or 0.0) * made, finite(event.get("bytes")) or 0.0
         self.bytes += sent
-        loss = _number(event.get("loss"))
+        loss = finite(event.get("loss"))
         self.history.add(Update(at, loss, examples, tuple(stale), sent))
         self._updates.append((at, examples, loss))
 
     def _take_epoch(self, event: Mapping[str, Any], at: float) -> None:
-        updates, objective = _number(event.get("updates")) or 0.0, _number(event.get("objective"))
-        self.epoch = int(_number(event.get("epoch")) or 0)
+        updates, objective = finite(event.get("updates")) or 0.0, finite(event.get("objective"))
+        self.epoch = int(finite(event.get("epoch")) or 0)
         self.step += int(updates)
         self.history.add(Update(at, objective, updates))
         self._updates.append((at, updates, objective))
 
     def _take_evaluation(self, event: Mapping[str, Any], at: float) -> None:
-        numbers = {name: _number(value) for name, value in event.items() if name not in _NAMES}
+        numbers = {name: finite(value) for name, value in event.items() if name not in _NAMES}
         figures = {name: number for name, number in numbers.items() if number is not None}
         if len(self.evaluations) >= _EVALUATIONS:
             del self.evaluations[1::2]
-        self.evaluations.append({"time": at, "step": int(_number(event.get("step")) or 0), **figures})
+        self.evaluations.append({"time": at, "step": int(finite(event.get("step")) or 0), **figures})
 
     # The view ---------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class LiveRun:
 
     def _share(self) -> float | None:
         """How much of the run is done; None if nothing tells its length."""
-        steps, epochs = _number(self._option("max_steps")), _number(self._option("epochs"))
+        steps, epochs = finite(self._option("max_steps")), finite(self._option("epochs"))
         ends = [steps] if steps else []
         if epochs and self._epoch_steps:
             ends.append(epochs * self._epoch_steps)
@@ -239,13 +239,6 @@ def _strip(worker: Worker, since: int) -> dict[str, Any]:
     """Its last seconds: the number of the first cell that changed, and the shares in each since."""
     cell, shares = worker.strip.cells(since)
     return {"first": cell, "shares": base64.b64encode(shares).decode()}
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        return None
-    return float(value)
 
 
 def _short(value: Any) -> str | None:
