@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +19,21 @@ from processes import ENVIRONMENT
 
 from paceline.comparing import compare as comparing
 from paceline.comparing.comparison import Comparison
-from paceline.comparing.figures import Figures, figures_of, rows_from
 from paceline.comparing.options import ONE_WORKER, CompareOptions
-from paceline.comparing.real import TrainingFailed
 from paceline.record.metrics import MetricsWriter, read_metrics
 from paceline.record.timeline import Kind, TimelineWriter, read_timeline, timeline_file
+from paceline.report.groups import group, summarise
+from paceline.report.runs import read_run
+from paceline.training.on_workers import WorkersFailed
 
 TINY = ("quadratic", "--workers", "2", "--epochs", "1", "--batch-size", "512", "--target", "0.5")
 
 
-def figures(seconds: float | None, **others: float | None) -> Figures:
-    values = {"error": 0.1, "megabytes": 2.0, "staleness": None, "waiting": 0.25, "thrown_away": 0.0, **others}
-    return Figures(seconds=seconds, **values)
-
-
-def row(rows: list[dict[str, Any]], policy: str) -> dict[str, Any]:
-    (found,) = [each for each in rows if each["policy"] == policy]
-    return found
+def rows_of(found: Any) -> dict[str, dict[str, Any]]:
+    return {row["label"].partition("(")[0]: row for row in json.loads(found.out)["rows"]}
 
 
 # The table ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_speed_up_is_the_time_of_one_worker_over_that_of_all() -> None:
-    rows = rows_from({ONE_WORKER: [figures(10.0)], "async": [figures(4.0, staleness=3.0)]}, {})
-    assert row(rows, ONE_WORKER)["speedup"] == 1.0
-    assert row(rows, "async")["speedup"] == 2.5
-    assert row(rows, "async")["staleness"] == 3.0
-    assert row(rows, "async")["half"] is None, "one seed has no interval"
-
-
-def test_a_policy_that_misses_the_target_has_no_time_and_no_speed_up() -> None:
-    rows = rows_from({ONE_WORKER: [figures(10.0)] * 2, "async": [figures(4.0), figures(None)]}, {"async": None})
-    assert row(rows, "async")["seconds"] is row(rows, "async")["speedup"] is None
-    assert row(rows, "async")["error"] == 0.1
-
-
-def test_several_seeds_give_means_and_an_interval() -> None:
-    runs = {ONE_WORKER: [figures(9.0), figures(11.0)], "sync": [figures(1.0), figures(3.0, waiting=0.75)]}
-    found = row(rows_from(runs, {}), "sync")
-    assert (found["seconds"], found["speedup"], found["waiting"], found["seeds"]) == (2.0, 5.0, 0.5, 2)
-    assert found["half"] == pytest.approx(12.706)
-
-
-def test_a_baseline_that_misses_the_target_gives_no_speed_up() -> None:
-    rows = rows_from({ONE_WORKER: [figures(None)], "sync": [figures(1.0)]}, {ONE_WORKER: "it failed"})
-    assert row(rows, "sync")["speedup"] is None
-    assert row(rows, ONE_WORKER)["failure"] == "it failed"
 
 
 def make_run(run: Path) -> Path:
@@ -91,15 +60,19 @@ def make_run(run: Path) -> Path:
 
 
 def test_the_figures_of_a_run_come_from_its_files(tmp_path: Path) -> None:
-    found = figures_of(make_run(tmp_path / "run"), metric="accuracy", higher_is_better=True, target=0.7)
-    assert (found.seconds, found.error, found.megabytes, found.staleness) == (4.5, 0.25, 3.0, 1.5)
-    assert found.waiting == pytest.approx(0.3)
-    assert found.thrown_away == pytest.approx(0.05)
+    run = replace(read_run(make_run(tmp_path / "run"), metric="accuracy", higher_is_better=True), target=0.7)
+    (row,) = summarise(group([run]))
+    assert (row.seconds_to_target, row.final_error, row.megabytes, row.mean_staleness) == (4.5, 0.25, 3.0, 1.5)
+    assert row.waiting == pytest.approx(0.3)
+    assert row.thrown_away == pytest.approx(0.05)
 
 
-def test_a_run_that_wrote_nothing_has_no_figures(tmp_path: Path) -> None:
-    found = figures_of(tmp_path, metric="excess", higher_is_better=False, target=0.7)
-    assert found == figures(None, error=None, megabytes=None, waiting=None, thrown_away=None)
+def test_a_policy_that_misses_the_target_with_one_seed_has_no_time(tmp_path: Path) -> None:
+    run = replace(read_run(make_run(tmp_path / "run"), metric="accuracy", higher_is_better=True), target=0.7)
+    points = replace(run.points, value=run.points.value * 0.5)
+    (row,) = summarise(group([run, replace(run, seed=1, points=points)]))
+    assert (row.seeds, row.reached) == (2, 1)
+    assert np.isnan(row.seconds_to_target)
 
 
 # Options --------------------------------------------------------------------------------------------------------------
@@ -189,14 +162,13 @@ class Faults:
 
 
 def test_a_policy_that_fails_is_a_row_and_the_others_go_on(paceline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = Faults("sync", TrainingFailed("ValueError: the loss is NaN"))
+    faults = Faults("sync", WorkersFailed(1, "ValueError: the loss is NaN"))
     monkeypatch.setattr(comparing, "train_real", faults)
     found = paceline("compare", *TINY, "--policies", "sync", "async", "--out", "c", "--json")
     assert found.code == 1
     assert found.err == "paceline: 1 of 3 trainings failed; sync: ValueError: the loss is NaN\n"
     assert faults.trained == [ONE_WORKER, "sync", "async"]
-    result = json.loads(found.out)
-    assert [each["failure"] for each in result["rows"]] == [None, "ValueError: the loss is NaN", None]
+    assert json.loads(found.out)["failures"] == ["sync, seed 0, failed: ValueError: the loss is NaN"]
     assert [each["status"] for each in json.loads(Path("c/comparison.json").read_text())["runs"]] == [
         "done",
         "failed",
@@ -242,8 +214,8 @@ def check_run(run: Path, workers: int) -> None:
 def check_comparison(path: Path, found: Any, policies: list[str]) -> None:
     assert found.code == 0, found.err
     result = json.loads(found.out)
-    assert [each["policy"] for each in result["rows"]] == [ONE_WORKER, *policies]
-    assert all(0 < each["error"] < 10 and each["waiting"] is not None for each in result["rows"])
+    assert [each["label"] for each in result["rows"]] == [ONE_WORKER, *policies]
+    assert all(0 < each["final_error"] < 10 and each["waiting"] is not None for each in result["rows"])
     comparison = Comparison.load(path)
     starts = []
     for entry in comparison.entries:
@@ -259,9 +231,9 @@ def test_policies_are_compared_on_the_virtual_cluster(paceline: Any, tmp_path: P
     words = ["--virtual", "--workers", "3", "--delay", "1+exp(1)", "--delay-unit", "10ms", "--policies", *policies]
     found = paceline("compare", *TINY, *words, "--out", "c", "--json")
     check_comparison(tmp_path / "c", found, [str(each) for each in Comparison.load(Path("c")).options.policies])
-    rows = {each["policy"].partition("(")[0]: each for each in json.loads(found.out)["rows"]}
+    rows = rows_of(found)
     assert rows["k-sync"]["thrown_away"] > rows["async"]["thrown_away"] == rows["all-reduce"]["thrown_away"] == 0
-    assert rows["async"]["staleness"] > rows["k-sync"]["staleness"] == 0
+    assert rows["async"]["mean_staleness"] > rows["k-sync"]["mean_staleness"] == 0
     assert rows["all-reduce"]["waiting"] > rows["local-sgd"]["waiting"] > rows["one worker"]["waiting"] == 0
     assert rows["all-reduce"]["megabytes"] > rows["local-sgd"]["megabytes"] > 0
 

@@ -49,8 +49,8 @@ class Row:
     label: str
     seeds: int
     reached: int  # seeds that reached the target
-    seconds_to_target: float  # mean of those
-    seconds_spread: float  # half of the largest less the smallest of those
+    seconds_to_target: float  # mean over the seeds, if all reached it
+    seconds_spread: float  # half of the largest less the smallest
     speed_up: float  # time of one worker to the target over this one's
     final_error: float
     final_error_spread: float  # likewise
@@ -94,15 +94,15 @@ def summarise(groups: Sequence[Group]) -> list[Row]:
 
 
 def _summarise(group: Group, base: Group | None) -> Row:
-    times = [run.seconds_to_target for run in group.runs]
+    times = _times(group)
     errors = [float(run.points.error[-1]) for run in group.runs if len(run.points.error)]
     rate, workers = _mean(run.throughput for run in group.runs), group.runs[0].workers
-    serial_time = _mean(run.seconds_to_target for run in base.runs) if base else math.nan
+    serial_time = _mean(_times(base)) if base else math.nan
     serial_rate = _mean(run.throughput for run in base.runs) if base else math.nan
     return Row(
         label=group.label,
         seeds=len(group.runs),
-        reached=sum(math.isfinite(each) for each in times),
+        reached=sum(math.isfinite(run.seconds_to_target) for run in group.runs),
         seconds_to_target=_mean(times),
         seconds_spread=_spread(times),
         speed_up=serial_time / _mean(times),
@@ -116,6 +116,12 @@ def _summarise(group: Group, base: Group | None) -> Row:
         efficiency=rate / (serial_rate * workers) if workers else math.nan,
         seconds=_mean(run.seconds for run in group.runs),
     )
+
+
+def _times(group: Group) -> list[float]:
+    """The seconds to the target; none if a seed missed it: a mean over the others would flatter the policy."""
+    times = [run.seconds_to_target for run in group.runs]
+    return times if all(map(math.isfinite, times)) else []
 
 
 def share_of(run: RunData, kind: str) -> float:

@@ -90,7 +90,7 @@
   const COLUMNS = [
     [
       "seconds to target",
-      (row) => (row.reached ? P.fixed(row.seconds_to_target) : "–"),
+      (row) => (Number.isFinite(row.seconds_to_target) ? P.fixed(row.seconds_to_target) : "–"),
       (row) => (row.reached < row.seeds && row.reached ? `${row.reached} of ${row.seeds} seeds` : null),
       "seconds_to_target",
     ],
