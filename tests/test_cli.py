@@ -24,7 +24,7 @@ QUICK = ("train", "quadratic", "--batch-size", "512", "--epochs", "2")  # 16 upd
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "command": (["trian"], "Did you mean 'train'"),
-    "command that is only for supervisors": (["train-workr"], r"Known: bench, replay, run, .*, study, train\.$"),
+    "command that is only for supervisors": (["train-workr"], r"Known: bench, .*, run, .*, study, train, watch\.$"),
     "bench of something": (["bench", "speed"], "Known: codecs, collectives, server, step"),
     "option": (["train", "--epoch", "3"], "--epochs"),
     "option without a value": (["train", "--epochs"], "--epochs"),
