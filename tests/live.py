@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import torch
+from conftest import ABANDONED
 from torch import nn
 from torch.optim import SGD
 
@@ -260,10 +261,15 @@ class Cluster:
         for thread in threads:
             thread.start()
         end = time.monotonic() + DEADLINE
-        while any(thread.is_alive() for thread in threads) and not failures and time.monotonic() < end:
-            self.check()
-            time.sleep(0.001)
-        if failures:
-            raise failures[0]
+        try:
+            while any(thread.is_alive() for thread in threads) and not failures and time.monotonic() < end:
+                self.check()
+                time.sleep(0.001)
+            if failures:
+                raise failures[0]
+        except BaseException:
+            for thread in threads:
+                thread.name = ABANDONED
+            raise
         assert len(results) == len(works), f"workers {sorted(set(range(len(works))) - set(results))} hang"
         return [results[place] for place in range(len(works))]

@@ -198,9 +198,11 @@ def check_run(run: Path, workers: int) -> None:
     assert list(timeline) == list(range(workers))
     for records in timeline.values():
         assert records["kind"][0] == Kind.BEGAN and records["kind"][-1] == Kind.LEFT
-        assert (records["kind"] == Kind.COMPUTING).any() and (records["kind"] != Kind.DEAD).all()
+        assert (records["kind"] != Kind.DEAD).all()
         ends = records["start"] + records["duration"].astype(np.float64)
         assert (records["start"][1:] >= ends[:-1] - 1e-5 * (1 + records["duration"][:-1])).all()
+    computed = [(records["kind"] == Kind.COMPUTING).any() for records in timeline.values()]
+    assert any(computed), "one that came late may have found no batch left"
     points = list(read_metrics(run / "evaluations.jsonl"))
     assert points[0]["step"] == points[0]["examples"] == points[0]["bytes"] == 0
     for name in ("time", "step", "examples", "bytes"):
