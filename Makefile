@@ -16,7 +16,7 @@ SPARSE := $(addprefix paceline/native/sparse/,linear.cpp completion.cpp cut.cpp 
 
 demo: $(READY)
 	$(BIN)/paceline compare digits --workers 4 --policies all-reduce "k-sync(k=3)" async "local-sgd(every=8)" \
-	  --delay "0.5+exp(1)" --delay-unit 8ms --batch-size 8 --optimizer "sgd(lr=0.2)" --epochs 5 --target 0.93
+	  --delay "0.5+exp(1)" --delay-unit 8ms --batch-size 16 --optimizer "sgd(lr=0.2)" --epochs 4 --target 0.85
 
 test: $(READY) check
 	$(BIN)/python -m pytest -n 2 -m "not soak"
