@@ -62,7 +62,6 @@ class RunEvents:
     worker_bytes: float = 0.0  # as the workers' figures at the end tell
     metric: str | None = None
     higher_is_better: bool | None = None
-    workers: int = 1  # whose examples a step has, where replicas differ: a line of worker 0 tells its own
 
     @property
     def started(self) -> list[float]:
@@ -126,10 +125,10 @@ class RunEvents:
 
 
 def read_events(
-    path: Path, notes: list[str], *, workers: int = 1, metric: str | None = None, higher_is_better: bool | None = None
+    path: Path, notes: list[str], *, metric: str | None = None, higher_is_better: bool | None = None
 ) -> RunEvents:
     """Read the events of the run in ``path``; what is wrong with them goes into ``notes``."""
-    events = RunEvents(metric=metric, higher_is_better=higher_is_better, workers=workers)
+    events = RunEvents(metric=metric, higher_is_better=higher_is_better)
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         if not (path / name).exists():
             continue
@@ -181,8 +180,6 @@ def _take(events: RunEvents, line: Any) -> bool:
 def _take_step(events: RunEvents, line: Mapping[str, Any], at: float) -> None:
     names = ("step", "examples", "bytes", "loss")
     step, examples, num_bytes, loss = (_number(line.get(name)) for name in names)
-    if line["event"] == "step" and "workers_waited" not in line:  # no gradients were averaged in it
-        examples *= events.workers
     events.steps.append((at, step if math.isfinite(step) else len(events.steps) + 1, examples, num_bytes, loss))
     seconds = line.get("seconds")
     if isinstance(seconds, dict):

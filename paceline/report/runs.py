@@ -184,7 +184,7 @@ def read_run(
     written = is_being_written(path)
     timeline = _read_timeline(path, written, notes)
     workers = _whole(config.get("world_size")) or len(timeline) or None
-    events = read_events(path, notes, workers=workers or 1, metric=metric, higher_is_better=higher_is_better)
+    events = read_events(path, notes, metric=metric, higher_is_better=higher_is_better)
     started = min([*events.started, *(float(spans["start"][0]) for spans in timeline.values())], default=0.0)
     ends = [*events.ended, *(float((spans["start"] + spans["duration"]).max()) for spans in timeline.values())]
     for spans in timeline.values():
