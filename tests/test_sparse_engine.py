@@ -282,10 +282,41 @@ def test_only_a_sample_is_watched() -> None:
     assert Engine(one_coordinate(100), "hogwild(threads=2)", seed=0, rate=1e-9, watch=0).run().sampled == 0
 
 
-def test_dense_data_is_one_component() -> None:
-    report = Engine(one_coordinate(5000), "cyclades(threads=2)", seed=0, rate=1e-9).run()
-    assert report.components == report.batches
-    assert report.largest_component > 0
+def test_updates_of_dense_data_wait() -> None:
+    """Half of them: those of the second thread. When it is seen that all do, the rest is made by one thread."""
+    report = Engine(one_coordinate(5000), "cyclades(threads=2, batch=100)", seed=0, rate=1e-9).run()
+    assert (report.rounds, report.waited) == (50, 2500)
+    report = Engine(one_coordinate(20_000), "cyclades(threads=2)", seed=0, rate=1e-9).run()
+    assert 0 < report.waited < 2000
+
+
+def test_updates_that_share_nothing_do_not_wait() -> None:
+    rows = 5000
+    data = CSR(np.arange(rows + 1), np.arange(rows, dtype=np.int32), np.ones(rows), rows)
+    report = Engine(LinearProblem(data, np.ones(rows)), "cyclades(threads=2, batch=20)", seed=0, rate=0.1).run()
+    assert report.rounds == 250
+    assert report.waited < 25  # some seem to share a parameter
+
+
+@given(st.integers(0, 2**32), st.integers(1, 40), st.floats(1e-6, 1e-2))
+def test_the_regulariser_of_rows_without_a_gradient(seed: int, rows: int, strength: float) -> None:
+    """Of 16 visits one takes the steps of all: the weight has then shrunk as in the plain form, to first order."""
+    problem = linear(seed, rows, columns=10, regulariser=strength / rows)
+    data, start = problem.rows, np.full(10, 1e9)
+    satisfied = replace(problem, rows=replace(data, values=abs(data.values) + 1), targets=np.ones(rows))
+    policies = ("serial", "cyclades(threads=3)")
+    serial, cyclades = (Engine(satisfied, policy, seed=1, rate=1.0, decay=1.0) for policy in policies)
+    for engine in (serial, cyclades):
+        engine.parameters["coef"][:] = start
+        for _ in range(16):
+            engine.run()
+    assert bits(cyclades.parameters) == bits(serial.parameters)
+    entries = np.bincount(data.indices, minlength=10)
+    each = strength / np.maximum(1, entries)
+    shrunk = np.log(serial.parameters["coef"] / start)
+    np.testing.assert_allclose(shrunk, -entries * np.log1p(16 * each), rtol=1e-9, atol=1e-12)
+    plain = -entries * 16 * np.log1p(each)
+    assert (abs(shrunk - plain) <= entries * (16 * each) ** 2 / 2 + 1e-12).all()
 
 
 @given(st.integers(0, 1000), st.integers(0, 2**60), st.integers(0, 5))

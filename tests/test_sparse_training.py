@@ -24,7 +24,7 @@ from paceline.training.sparse import SparseConfig, train_sparse
 pytest.importorskip("paceline.native._sparse", exc_type=ImportError)
 pytest.importorskip("paceline.native._readers", exc_type=ImportError)
 
-TIMES = {"time", "seconds", "preparation_seconds", "updates_per_second"}
+TIMES = {"time", "seconds", "updates_per_second"}
 ROWS = "".join(f"{1 if i % 3 else -1} {i % 7}:{1 + i % 4} {7 + i % 5}:-1\n" for i in range(200))
 RATINGS = "".join(f"{i % 13}\t{i % 11}\t{1 + (i * i) % 5}\n" for i in range(200))
 NETWORK = "p max 4 5\nn 1 s\nn 4 t\na 1 2 3\na 1 3 2\na 2 3 1\na 2 4 2\na 3 4 3\n"

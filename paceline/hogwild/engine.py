@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError, check_whole
 from paceline.hogwild.orders import Orders
-from paceline.hogwild.problems import Problem, Storage
+from paceline.hogwild.problems import Problem
 from paceline.hogwild.thread_choice import fastest_threads
 from paceline.policies import (
     Atomic,
@@ -47,14 +47,12 @@ class Report:
 
     updates: int
     seconds: float
-    preparation_seconds: float  # of them, to find components (cyclades)
     sampled: int  # stores that were watched (hogwild)
     lost: int  # of them, those that overwrote another thread's
     overwritten: float  # the sum of what they overwrote
     threads: int
-    batches: int  # that were divided into components (cyclades)
-    components: int
-    largest_component: int  # in updates, by their cost
+    rounds: int  # of the threads (cyclades)
+    waited: int  # updates that waited for other threads of their round (cyclades)
 
     @property
     def updates_per_second(self) -> float:
@@ -104,14 +102,11 @@ class Engine:
         self._rate, self._decay, self._watch, self._delay = rate, decay, watch, delay
         self._native = problem.native
         self._orders = Orders(problem.items, seed)
-        self._storage = self._new_storage()
+        self._storage = problem.storage(seed)
+        self._addresses = self._storage.addresses
+        self._outcome = np.zeros(6)  # of the last run; the compiled engine writes there
         self._position = (0, 0)
         self._threads = getattr(self.policy, "threads", 1)
-
-    def _new_storage(self) -> Storage:
-        storage = self.problem.storage(self.seed)
-        self._native.prepare(storage.addresses)
-        return storage
 
     @property
     def parameters(self) -> dict[str, NDArray[Any]]:
@@ -162,10 +157,11 @@ class Engine:
         if updates is not None:
             check_whole("updates", updates, least=0)
         threads = self.threads
-        outcome = np.zeros(8)
+        outcome = self._outcome
+        outcome[0] = 0
         start = time.perf_counter()
         try:
-            self._call(self._storage, self._orders.take(epoch), made, end, threads, outcome, stop)
+            self._call(self._addresses, self._orders.take(epoch), made, end, threads, outcome, stop)
         finally:
             made += int(outcome[0])
             self._position = (epoch, made) if made < self.problem.items else (epoch + 1, 0)
@@ -173,7 +169,7 @@ class Engine:
 
     def _call(
         self,
-        storage: Storage,
+        addresses: tuple[int, ...],
         order: NDArray[np.uint32],
         start: int,
         end: int,
@@ -182,7 +178,7 @@ class Engine:
         stop: Callable[[], bool] | None = None,
     ) -> None:
         self._native.run(
-            storage.addresses,
+            addresses,
             SCHEMES.index(type(self.policy)),
             threads,
             getattr(self.policy, "batch", 0),
@@ -199,10 +195,10 @@ class Engine:
 
     def _trial(self, threads: int, updates: int) -> float:
         """The seconds that so many updates take, on parameters that are thrown away."""
-        storage = self._new_storage()
+        storage = self.problem.storage(self.seed)
         order = self._orders.take(self._position[0])
         start = time.perf_counter()
-        self._call(storage, order, 0, min(updates, self.problem.items), threads, np.zeros(8))
+        self._call(storage.addresses, order, 0, min(updates, self.problem.items), threads, np.zeros(6))
         return time.perf_counter() - start
 
     def judge(self, problem: Problem | None = None) -> Judged:
@@ -210,7 +206,7 @@ class Engine:
         problem = self.problem if problem is None else problem
         if problem is not self.problem:
             self._check_alike(problem)
-        loss, error = problem.native.judge(self._storage.addresses, len(os.sched_getaffinity(0)))
+        loss, error = problem.native.judge(self._addresses, len(os.sched_getaffinity(0)))
         return Judged(problem.objective(loss, self.parameters), problem.error(error))
 
     def _check_alike(self, problem: Problem) -> None:
@@ -242,16 +238,14 @@ def sparse_policy(policy: str | Policy) -> SparsePolicy:
 
 
 def _report(outcome: NDArray[np.float64], seconds: float, threads: int) -> Report:
-    updates, sampled, lost, overwritten, preparation, batches, components, largest = outcome.tolist()
+    updates, sampled, lost, overwritten, rounds, waited = outcome.tolist()
     return Report(
         updates=int(updates),
         seconds=seconds,
-        preparation_seconds=preparation,
         sampled=int(sampled),
         lost=int(lost),
         overwritten=overwritten,
         threads=threads,
-        batches=int(batches),
-        components=int(components),
-        largest_component=int(largest),
+        rounds=int(rounds),
+        waited=int(waited),
     )

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.hogwild.engine import Engine
 from paceline.hogwild.problems import CSR, SCIKIT_LOSSES, LinearProblem
+from paceline.seeding import derive_seed
 
 try:
     from scipy import sparse
@@ -83,7 +86,7 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
         if not hasattr(self, "rate_"):
             self.rate_ = self._steady_rate(X, weights) if self.rate is None else self.rate
         rate = self.rate_ / self.t_**0.25  # of a first call the whole rate
-        random = check_random_state(self.random_state)
+        seeds = _seeds(self.random_state)
         coefs, intercepts, made = self.coef_.copy(), self.intercept_.copy(), 0
         for column, target in enumerate(targets):
             problem = LinearProblem(
@@ -94,9 +97,7 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
                 None if weights is None else weights.astype(X.dtype),
                 self.fit_intercept,
             )
-            engine = Engine(
-                problem, self.policy, seed=int(random.randint(2**31 - 1)), rate=rate, decay=self.decay, watch=0
-            )
+            engine = Engine(problem, self.policy, seed=next(seeds), rate=rate, decay=self.decay, watch=0)
             engine.parameters["coef"][:] = coefs[column]
             if self.fit_intercept:
                 engine.parameters["intercept"][:] = intercepts[column]
@@ -155,6 +156,20 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
         return scores.ravel() if scores.shape[1] == 1 else scores
 
 
+def _are_plain(labels: Array) -> bool:
+    """Whether these are whole numbers or texts; scikit-learn's own check takes 0.1 ms."""
+    return labels.dtype.kind in "biuU" or (labels.dtype.kind == "f" and not (labels % 1).any())
+
+
+def _seeds(random_state: Any) -> Iterator[int]:
+    """A seed for each column. A number is one itself: a generator made of it takes 0.1 ms."""
+    if isinstance(random_state, int | np.integer) and 0 <= random_state < 2**32:
+        yield from (derive_seed(int(random_state), "column", column) for column in count())
+    random = check_random_state(random_state)
+    while True:
+        yield int(random.randint(2**31 - 1))
+
+
 class HogwildClassifier(ClassifierMixin, LinearEstimator):  # type: ignore[misc]
     """A linear support vector machine or logistic regression, trained by threads without locks.
 
@@ -205,8 +220,9 @@ class HogwildClassifier(ClassifierMixin, LinearEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> HogwildClassifier:
         """Train on rows and their labels, from the beginning."""
         X, y = self._read(X, y, reset=True)
-        check_classification_targets(y)
         self.classes_ = np.unique(y)
+        if not _are_plain(self.classes_):
+            check_classification_targets(y)
         if len(self.classes_) < 2:
             raise ValueError(f"wanted at least 2 classes, got one class: {self.classes_[0]!r}")
         self._begin(1 if len(self.classes_) == 2 else len(self.classes_), X)

@@ -128,10 +128,10 @@ class LinearProblem(Problem):
         )
 
     def storage(self, seed: int) -> Storage:
-        """Zeros. Each weight lies beside the factor of its regulariser, in one cache line."""
-        pairs = np.zeros((self.rows.columns + 1, 2), self.rows.values.dtype)
-        parts = {"coef": pairs[:-1, 0], "intercept": pairs[-1:, 0]}
-        return Storage((pairs,), parts if self.intercept else {"coef": parts["coef"]})
+        """Zeros; the last of them is the intercept."""
+        weights = np.zeros(self.rows.columns + 1, self.rows.values.dtype)
+        parts = {"coef": weights[:-1], "intercept": weights[-1:]}
+        return Storage((weights,), parts if self.intercept else {"coef": parts["coef"]})
 
     def penalty(self, parts: Mapping[str, Array]) -> float:
         return self.regulariser / 2 * _square(parts["coef"])

@@ -87,7 +87,7 @@ class Cyclades(ThreadedPolicy):
     name: ClassVar[str] = "cyclades"
     deterministic: ClassVar[bool] = True
 
-    batch: int = 0  # updates that are divided together; 0: as many as the data allows
+    batch: int = 0  # updates of a round, of all threads; 0: as many as are best for the data
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -95,7 +95,7 @@ class Tally:
 
     updates: int = 0
     seconds: float = 0.0
-    preparation_seconds: float = 0.0
+    waited: int = 0
     sampled: int = 0
     lost: int = 0
 
@@ -219,7 +219,7 @@ class _SparseTraining:
             **self.measured,
             updates=self.epoch.updates,
             seconds=self.epoch.seconds,
-            preparation_seconds=self.epoch.preparation_seconds,
+            waited=self.epoch.waited,
             updates_per_second=self.epoch.per_second,
             lost_update_rate=self.epoch.lost_rate,
         )

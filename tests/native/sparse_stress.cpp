@@ -47,7 +47,6 @@ void run_all(Problem& problem, std::vector<std::vector<V>> start) {
       auto memory = start;
       Parameters parameters;
       for (auto& part : memory) parameters.push_back(reinterpret_cast<char*>(part.data()));
-      problem.prepare(parameters);
       for (uint64_t epoch = 0; epoch < 2; ++epoch) {
         shuffle(order.data(), problem.items(), epoch);
         Settings settings{scheme, threads, epoch == 0 ? 0 : 100, 4, 0.1, static_cast<int64_t>(epoch), 0,
@@ -75,7 +74,7 @@ void linear(bool intercept) {
   for (int64_t row = 0; row < rows; row += 2) targets[row] = -1;
   const LinearData data{rows, columns, rows * length, starts.data(), true, indices.data(), values.data(),
                         targets.data(), weights.data(), Loss::logistic, 1e-3, intercept};
-  run_all<V>(*make_linear(data, sizeof(V) == 8, sizeof(I) == 8), {std::vector<V>(2 * (columns + 1), V(0))});
+  run_all<V>(*make_linear(data, sizeof(V) == 8, sizeof(I) == 8), {std::vector<V>(columns + 1, V(0))});
 }
 
 template <class V, class I>
@@ -126,9 +125,8 @@ void interrupted() {
   std::vector<uint32_t> order(rows);
   shuffle(order.data(), rows, 1);
   for (const Scheme scheme : schemes) {
-    std::vector<double> memory(4, 0.0);
+    std::vector<double> memory(2, 0.0);
     const Parameters parameters{reinterpret_cast<char*>(memory.data())};
-    problem->prepare(parameters);
     Settings settings{scheme, 3, 16, 1, 1e-6, 0, 2e-3, order.data(), 0, rows, [](void*) { return true; }, nullptr};
     Outcome outcome;
     problem->run(parameters, settings, outcome);

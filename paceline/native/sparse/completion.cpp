@@ -38,7 +38,6 @@ class Completion {
     rate_ = static_cast<V>(rate);
     share_ = static_cast<V>(rate * data_.regulariser);
   }
-  void prepare() const {}
 
   void prefetch_start(uint32_t item) const {
     fetch_early(&row()[item]);

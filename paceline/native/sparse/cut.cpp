@@ -50,7 +50,6 @@ class Cut {
     points_ = reinterpret_cast<V*>(parameters[0]);
     rate_ = static_cast<V>(rate);
   }
-  void prepare() const {}
 
   void prefetch_start(uint32_t item) const {
     fetch_early(&tail()[item]);

@@ -1,7 +1,6 @@
 // Linear models: sparse support vector machines, logistic and least squares.
 #include <cmath>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 #include "solver.h"
@@ -9,13 +8,6 @@
 namespace paceline::sparse {
 
 namespace {
-
-// A weight and the group of its column, side by side: one cache line for both.
-template <class V>
-struct Pair {
-  V weight;
-  std::conditional_t<sizeof(V) == 4, uint32_t, uint64_t> group;
-};
 
 // What the regulariser multiplies a weight by: in an update with a gradient, and in one of those without.
 template <class V>
@@ -25,11 +17,36 @@ struct Shrink {
 
 // What does not change: found out once, shared by the copies of a run.
 struct Counted {
-  std::vector<uint32_t> entries;  // of each column
-  std::vector<uint32_t> counts;   // how many entries a column of each group has
-  std::vector<uint32_t> group_of_count;
-  int64_t most = 0;               // entries of a row
-  double mean_square = 1;         // of all entries
+  std::vector<uint32_t> groups;  // of each column: those with as many entries
+  std::vector<uint32_t> counts;  // how many entries a column of each group has
+  int64_t most = 0;              // entries of a row
+  double mean_square = 1;        // of all entries
+};
+
+// Four sums of products, in registers of 16 bytes, which every processor has.
+template <class V>
+class Sums {
+ public:
+  struct Four {
+    V a, b, c, d;
+  };
+
+  void add(const Four& x, const Four& y) {
+    if constexpr (sizeof(V) == 4) {
+      parts_[0] += Part{x.a, x.b, x.c, x.d} * Part{y.a, y.b, y.c, y.d};
+    } else {
+      parts_[0] += Part{x.a, x.b} * Part{y.a, y.b};
+      parts_[1] += Part{x.c, x.d} * Part{y.c, y.d};
+    }
+  }
+  V total() const {
+    if constexpr (sizeof(V) == 4) return (parts_[0][0] + parts_[0][1]) + (parts_[0][2] + parts_[0][3]);
+    else return (parts_[0][0] + parts_[0][1]) + (parts_[1][0] + parts_[1][1]);
+  }
+
+ private:
+  typedef V Part __attribute__((vector_size(16)));
+  Part parts_[sizeof(V) / 4] = {};
 };
 
 template <class V, class I>
@@ -37,13 +54,13 @@ class Linear {
  public:
   using Gradient = V;
   struct Scratch {};
-  using Copy = std::vector<Pair<V>>;
+  using Copy = std::vector<V>;
 
   explicit Linear(const LinearData& data) : data_(data) {
     check_items(data.rows);
     check();
     // The parameters of few columns stay in the cache by themselves.
-    prefetches_ = data.columns * static_cast<int64_t>(sizeof(Pair<V>)) > (1 << 20);
+    prefetches_ = data.columns * static_cast<int64_t>(sizeof(V)) > (1 << 19);
   }
 
   int64_t items() const { return data_.rows; }
@@ -52,15 +69,12 @@ class Linear {
   Scratch scratch() const { return {}; }
 
   void bind(const Parameters& parameters, double rate, int64_t epoch) {
-    pairs_ = reinterpret_cast<Pair<V>*>(parameters[0]);
+    coef_ = reinterpret_cast<V*>(parameters[0]);
+    groups_ = counted_->groups.data();
     rate_ = static_cast<V>(rate);
     turn_ = static_cast<uint32_t>(epoch);
     intercept_scale_ = static_cast<V>(counted_->mean_square);
     if (data_.regulariser > 0 && rate > 0) find_shrinks(rate * data_.regulariser * static_cast<double>(data_.rows));
-  }
-
-  void prepare() const {
-    for (int64_t u = 0; u < data_.columns; ++u) pairs_[u].group = counted_->group_of_count[counted_->entries[u]];
   }
 
   void prefetch_start(uint32_t item) const {
@@ -82,7 +96,7 @@ class Linear {
   void prefetch_parameters(uint32_t item) const {
     if (!prefetches_) return;
     const int64_t first = start(item), end = std::min(start(item + 1), first + 128);
-    for (int64_t k = first; k < end; ++k) fetch_early(&pairs_[indices()[k]]);
+    for (int64_t k = first; k < end; ++k) fetch_early(&coef_[indices()[k]]);
   }
 
   template <class Use>
@@ -112,18 +126,17 @@ class Linear {
     if (shrinks == nullptr) {
       for (int64_t k = first; k < end; ++k) {
         const V change = step * value[k];
-        access.change(pairs_[index[k]].weight, [=](V weight) { return weight - change; });
+        access.change(coef_[index[k]], [=](V weight) { return weight - change; });
       }
     } else {
       for (int64_t k = first; k < end; ++k) {
-        Pair<V>& pair = pairs_[index[k]];
-        const V shrink = shrinks[pair.group].once, change = step * value[k];
-        access.change(pair.weight, [=](V weight) { return (weight - change) * shrink; });
+        const V shrink = shrinks[groups_[index[k]]].once, change = step * value[k];
+        access.change(coef_[index[k]], [=](V weight) { return (weight - change) * shrink; });
       }
     }
     if (data_.intercept) {
       const V change = step * intercept_scale_;
-      access.change(pairs_[data_.columns].weight, [=](V weight) { return weight - change; });
+      access.change(coef_[data_.columns], [=](V weight) { return weight - change; });
     }
   }
 
@@ -139,13 +152,13 @@ class Linear {
 
   void settle() const {}
 
-  Copy copy() const { return Copy(pairs_, pairs_ + data_.columns + 1); }
-  void use(Copy& copy) { pairs_ = copy.data(); }
+  Copy copy() const { return Copy(coef_, coef_ + data_.columns + 1); }
+  void use(Copy& copy) { coef_ = copy.data(); }
   void average(const std::vector<Copy>& copies) const {
     for (int64_t u = 0; u <= data_.columns; ++u) {
       double sum = -0.0;  // so that a mean of negative zeros is one
-      for (const Copy& copy : copies) sum += copy[u].weight;
-      pairs_[u].weight = static_cast<V>(sum / static_cast<double>(copies.size()));
+      for (const Copy& copy : copies) sum += copy[u];
+      coef_[u] = static_cast<V>(sum / static_cast<double>(copies.size()));
     }
   }
 
@@ -167,9 +180,8 @@ class Linear {
   template <class Access>
   void shrink_all(Access& access, uint32_t item) const {
     for (int64_t k = start(item), end = start(item + 1); k < end; ++k) {
-      Pair<V>& pair = pairs_[indices()[k]];
-      const V shrink = shrinks_[pair.group].for_skipped;
-      access.change(pair.weight, [=](V weight) { return weight * shrink; });
+      const V shrink = shrinks_[groups_[indices()[k]]].for_skipped;
+      access.change(coef_[indices()[k]], [=](V weight) { return weight * shrink; });
     }
   }
 
@@ -189,22 +201,17 @@ class Linear {
     const I* index = indices();
     int64_t k = start(item);
     const int64_t end = start(item + 1);
-    V a = 0, b = 0, c = 0, d = 0;
-    for (; k + 4 <= end; k += 4) {
-      a += access.load(pairs_[index[k]].weight) * value[k];
-      b += access.load(pairs_[index[k + 1]].weight) * value[k + 1];
-      c += access.load(pairs_[index[k + 2]].weight) * value[k + 2];
-      d += access.load(pairs_[index[k + 3]].weight) * value[k + 3];
-    }
+    const auto weight = [&](int64_t place) { return access.load(coef_[index[place]]); };
+    Sums<V> sums;
+    for (; k + 4 <= end; k += 4)
+      sums.add({weight(k), weight(k + 1), weight(k + 2), weight(k + 3)}, {value[k], value[k + 1], value[k + 2], value[k + 3]});
     if (k < end) {
       // Up to three are left. Products with 0 take less time than a loop whose end is not foreseen.
       const int64_t second = k + 1 < end ? k + 1 : k, third = k + 2 < end ? k + 2 : k;
-      a += access.load(pairs_[index[k]].weight) * value[k];
-      b += access.load(pairs_[index[second]].weight) * (k + 1 < end ? value[second] : 0);
-      c += access.load(pairs_[index[third]].weight) * (k + 2 < end ? value[third] : 0);
+      sums.add({weight(k), weight(second), weight(third), 0},
+               {value[k], k + 1 < end ? value[second] : 0, k + 2 < end ? value[third] : 0, 0});
     }
-    const V sum = (a + b) + (c + d);
-    return data_.intercept ? sum + access.load(pairs_[data_.columns].weight) : sum;
+    return data_.intercept ? sums.total() + access.load(coef_[data_.columns]) : sums.total();
   }
 
   V derivative(V prediction, V target) const {
@@ -228,7 +235,7 @@ class Linear {
 
   void check() {
     auto counted = std::make_shared<Counted>();
-    counted->entries.assign(data_.columns, 0);
+    counted->groups.assign(data_.columns, 0);
     double squares = 0;
     if (start(0) != 0 || start(data_.rows) > data_.entries)
       throw Refused("indptr: wanted numbers from 0 to " + std::to_string(data_.entries) + ", got " +
@@ -239,15 +246,17 @@ class Linear {
         throw Refused("indptr: row " + std::to_string(row) + " begins at " + std::to_string(first) + " and ends at " +
                       std::to_string(end) + " of " + std::to_string(data_.entries) + " entries");
       counted->most = std::max(counted->most, end - first);
-      // Few branches for what is nearly always right. A number that is not finite has no finite square.
+      // Few branches for what is nearly always right. A number that is not finite has no finite square. Four sums, so that
+      // additions need not wait for each other.
       bool right = true;
-      double square = 0;
+      double sums[4] = {0, 0, 0, 0};
       for (int64_t k = first; k < end; ++k) {
         right &= static_cast<uint64_t>(indices()[k]) < static_cast<uint64_t>(data_.columns);
-        square += static_cast<double>(values()[k]) * values()[k];
+        sums[k & 3] += static_cast<double>(values()[k]) * values()[k];
       }
+      const double square = (sums[0] + sums[1]) + (sums[2] + sums[3]);
       if (!right || !std::isfinite(square)) check_entries(row);
-      for (int64_t k = first; k < end; ++k) ++counted->entries[indices()[k]];
+      for (int64_t k = first; k < end; ++k) ++counted->groups[indices()[k]];
       squares += square;
       check_row(row);
     }
@@ -266,16 +275,18 @@ class Linear {
     }
   }
 
+  // From the number of each column's entries to its group.
   static void group(Counted& counted) {
     uint32_t most = 0;
-    for (const uint32_t count : counted.entries) most = std::max(most, count);
-    counted.group_of_count.assign(static_cast<size_t>(most) + 1, 0);
-    for (const uint32_t count : counted.entries) counted.group_of_count[count] = 1;
+    for (const uint32_t count : counted.groups) most = std::max(most, count);
+    std::vector<uint32_t> group_of_count(static_cast<size_t>(most) + 1, 0);
+    for (const uint32_t count : counted.groups) group_of_count[count] = 1;
     for (uint32_t count = 0; count <= most; ++count) {
-      if (counted.group_of_count[count] == 0) continue;
-      counted.group_of_count[count] = static_cast<uint32_t>(counted.counts.size());
+      if (group_of_count[count] == 0) continue;
+      group_of_count[count] = static_cast<uint32_t>(counted.counts.size());
       counted.counts.push_back(std::max(1u, count));
     }
+    for (uint32_t& column : counted.groups) column = group_of_count[column];
   }
 
   void check_row(int64_t row) const {
@@ -291,7 +302,8 @@ class Linear {
 
   LinearData data_;
   std::shared_ptr<const Counted> counted_;
-  Pair<V>* pairs_ = nullptr;
+  V* coef_ = nullptr;  // and the intercept
+  const uint32_t* groups_ = nullptr;
   std::shared_ptr<const Shrink<V>[]> shrinks_;  // of each group, or none
   V rate_ = 0;
   uint32_t turn_ = 0;

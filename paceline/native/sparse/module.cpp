@@ -94,13 +94,6 @@ bool read_parameters(PyObject* addresses, Parameters& parameters) {
   return !PyErr_Occurred();
 }
 
-PyObject* prepare(PyObject* self, PyObject* addresses) {
-  Parameters parameters;
-  if (!read_parameters(addresses, parameters)) return nullptr;
-  if (!run_unlocked([&](Unlocked&) { problem_of(self).prepare(parameters); })) return nullptr;
-  Py_RETURN_NONE;
-}
-
 // The outcome is written also if a signal handler raised: the updates were made.
 PyObject* run(PyObject* self, PyObject* arguments) {
   PyObject *addresses, *stop;
@@ -132,8 +125,7 @@ PyObject* run(PyObject* self, PyObject* arguments) {
   auto* const numbers = at<double>(outcome_address);
   const double written[] = {static_cast<double>(outcome.updates), static_cast<double>(outcome.sampled),
                             static_cast<double>(outcome.lost),    outcome.overwritten,
-                            outcome.preparation_seconds,          static_cast<double>(outcome.batches),
-                            static_cast<double>(outcome.components), static_cast<double>(outcome.largest_component)};
+                            static_cast<double>(outcome.rounds),  static_cast<double>(outcome.waited)};
   for (size_t i = 0; i < sizeof written / sizeof *written; ++i) numbers[i] = written[i];
   if (!fine) return nullptr;
   Py_RETURN_NONE;
@@ -208,8 +200,7 @@ PyObject* shuffle_order(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef methods[] = {{"prepare", prepare, METH_O, nullptr},
-                         {"run", run, METH_VARARGS, nullptr},
+PyMethodDef methods[] = {{"run", run, METH_VARARGS, nullptr},
                          {"judge", judge, METH_VARARGS, nullptr},
                          {"describe", describe, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};

@@ -18,7 +18,7 @@ using Parameters = std::vector<char*>;
 struct Settings {
   Scheme scheme = Scheme::serial;
   int threads = 1;
-  int64_t batch = 0;      // updates that cyclades looks at together
+  int64_t batch = 0;      // updates of a round of cyclades; 0: as many as are best
   int64_t watch = 64;     // hogwild: every so many updates the stores are watched; 0 is never
   double rate = 0;
   int64_t epoch = 0;
@@ -34,8 +34,7 @@ struct Outcome {
   int64_t updates = 0;
   int64_t sampled = 0, lost = 0;
   double overwritten = 0;
-  double preparation_seconds = 0;
-  int64_t batches = 0, components = 0, largest_component = 0;
+  int64_t rounds = 0, waited = 0;  // cyclades: of the threads; updates
 };
 
 struct Judged {
@@ -53,8 +52,6 @@ struct Described {
 struct Problem {
   virtual ~Problem() = default;
   virtual int64_t items() const = 0;
-  // Once for new parameters, before their first run.
-  virtual void prepare(const Parameters& parameters) = 0;
   virtual void run(const Parameters& parameters, const Settings& settings, Outcome& outcome) = 0;
   virtual Judged judge(const Parameters& parameters, int threads) const = 0;
   virtual Described describe(int64_t budget) const = 0;

@@ -35,8 +35,6 @@ class Solver : public Problem {
 
   int64_t items() const override { return problem_.items(); }
 
-  void prepare(const Parameters& parameters) override { bound(parameters).prepare(); }
-
   void run(const Parameters& parameters, const Settings& settings, Outcome& outcome) override {
     const P problem = bound(parameters, settings.rate, settings.epoch);
     Schemes<P>(problem, settings, outcome).run();

@@ -25,47 +25,45 @@ inline bool several_cores() {
   return several;
 }
 
-// Waits a moment. It spins for longer than a short sleep takes: where other programs compete for the cores, the thread
+// Lets the processor rest for a moment.
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#else
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+}
+
+// Waits for a lock. It spins for longer than a short sleep takes: where other programs compete for the cores, the thread
 // that sleeps is back while the other still spins, and both go on side by side. A yield would cost a whole slice of time.
 // On one core it lets the others run.
 class Patience {
  public:
   void wait() {
-    if (!several_cores())
-      sched_yield();
-    else if (++spins_ < 8192)
-#if defined(__x86_64__) || defined(__i386__)
-      __builtin_ia32_pause();
-#else
-      std::atomic_signal_fence(std::memory_order_seq_cst);
-#endif
-    else
-      std::this_thread::sleep_for(std::chrono::microseconds(10));
+    if (!several_cores()) sched_yield();
+    else if (++spins_ < 8192) pause();
+    else std::this_thread::sleep_for(std::chrono::microseconds(10));
   }
 
  private:
   int spins_ = 0;
 };
 
-class Barrier {
- public:
-  explicit Barrier(int threads) : threads_(threads) {}
-
-  void wait() {
-    const uint32_t round = round_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
-      arrived_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
-      return;
-    }
-    for (Patience patience; round_.load(std::memory_order_acquire) == round;) patience.wait();
+// Waits until another thread has set a count that is large enough. After a while it sleeps, and is woken by ``set_count``:
+// the thread that it waits for may need this core.
+inline void await_count(const std::atomic<int64_t>& count, int64_t least) {
+  const int spins = several_cores() ? 2048 : 0;
+  for (int spin = 0; spin < spins; ++spin) {
+    if (count.load(std::memory_order_acquire) >= least) return;
+    pause();
   }
+  for (int64_t seen; (seen = count.load(std::memory_order_acquire)) < least;) count.wait(seen, std::memory_order_acquire);
+}
 
- private:
-  const int threads_;
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> round_{0};
-};
+inline void set_count(std::atomic<int64_t>& count, int64_t value) {
+  count.store(value, std::memory_order_release);
+  count.notify_all();
+}
 
 // Runs work(0) here and work(1), work(2), ... on threads of their own. The work must not throw. If a thread cannot be
 // made, none begins.
