@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 SHAPES = ((12, 30), (7,), (6, 5, 3, 3))
 MADE_OF = parts(*SHAPES)
-WITH_FEEDBACK = [text for text in ALL if text.startswith(("sign", "top-k", "threshold", "power-sgd"))]
+WITH_FEEDBACK = [text for text in ALL if text.startswith(("sign", "top-k", "sparse-ternary", "threshold", "power-sgd"))]
 WITH_FEEDBACK = [text for text in WITH_FEEDBACK if "feedback=false" not in text and "clip" not in text]
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.floats(-(2.0**95), 2.0**95, width=32)

@@ -45,6 +45,7 @@ CODED = [
     "sign(vote=majority)",
     "top-k(density=0.1)",
     "top-k(density=0.1, momentum=0.5, warm_up=4)",
+    "sparse-ternary(density=0.1)",
     "threshold(tau=0.001, adaptive=0.1)",
     "power-sgd(rank=1)",
 ]

@@ -186,7 +186,7 @@ inputs = torch.randn(120, 6)
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True), torch.arange(120))
 model = nn.Linear(6, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-first = not Path("killed").exists()
+first, made = not Path("killed").exists(), 0
 ledger = open(f"ledger-{rank}-{os.getpid()}", "w")
 with paceline.join(model, optimizer, policy=os.environ["WANTED"], seed=1, run="run") as session:
     for epoch in session.epochs(1_000_000):
@@ -200,8 +200,9 @@ with paceline.join(model, optimizer, policy=os.environ["WANTED"], seed=1, run="r
                 step.record(loss=loss)
                 loss.backward()
             if not step.cancelled:
+                made += 1
                 print(json.dumps([epoch, session.steps, samples.tolist()]), file=ledger, flush=True)
-        if session.mean(float(session.world_size == 3 and not first)) > 0:
+        if session.mean(float(session.world_size == 3 and not first and made > 0)) > 0:
             Path("enough").write_text(str(epoch + 1))
         if session.mean(float(Path("enough").exists())) == 1:
             break

@@ -33,6 +33,7 @@ EVERY = {
     "qsgd": "qsgd(levels=7, bucket=8, raw_below=0)",
     "sign": "sign(bucket=8)",
     "top-k": "top-k(density=0.25)",
+    "sparse-ternary": "sparse-ternary(density=0.25)",
     "threshold": "threshold(tau=0.2)",
     "power-sgd": "power-sgd(rank=1)",
 }

@@ -551,25 +551,43 @@ def bench_step(models: tuple[str, ...], rounds: int, steps: int, quick: bool, as
 
 @bench.command("codecs")
 @click.option("--models", multiple=True, default=("mlp", "net3"), show_default=True)
-@click.option("--rounds", type=int, default=15, show_default=True)
+@click.option("--links", multiple=True, default=("10Gbit/s", "1Gbit/s", "100Mbit/s", "10Mbit/s"), show_default=True)
+@click.option("--rounds", type=int, default=15, show_default=True, help="Of encoding and decoding.")
+@click.option("--steps", type=int, default=3, show_default=True, help="Of each codec on each link.")
 @click.option("--quick", is_flag=True, help="A run of seconds, to see that it works; measures nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def bench_codecs(models: tuple[str, ...], rounds: int, quick: bool, as_json: bool) -> None:
-    """Time all codecs on one core, against torch's own communication hooks."""
+def bench_codecs(
+    models: tuple[str, ...], links: tuple[str, ...], rounds: int, steps: int, quick: bool, as_json: bool
+) -> None:
+    """Time all codecs on one core, against torch's own hooks; then whole steps on this host and over links."""
     from paceline.bench import run_bench
+    from paceline.bench.codec_steps import over_links
+    from paceline.bench.codecs import CODECS
+    from paceline.quantities import BANDWIDTHS, read_quantity
     from paceline.report.table import print_table
 
     _check_models(models)
-    if rounds < 1:
-        raise UsageError(f"--rounds must be at least 1, got {rounds}")
+    if min(rounds, steps) < 1:
+        raise UsageError(f"--rounds and --steps must be at least 1, got {rounds} and {steps}")
+    for link in links:
+        read_quantity(link, BANDWIDTHS)
     if quick:
-        models, rounds = ("net3",), 1
+        models, links, rounds, steps = ("net3",), links[:1], 1, 1
     rows = run_bench("codecs", 1, models=models, rounds=rounds)
+    options = {"models": models, "codecs": CODECS, "rounds": steps}
+    found = over_links(run_bench("codec-steps", 2, **options, links=()), links, **options)
     if as_json:
-        print(json.dumps({"rounds": rounds, "rows": rows}))
+        print(json.dumps({"rounds": rounds, "rows": rows, "steps": found.rows, "modelled": found.modelled}))
         return
     rates = {"encode_gb_s": ".2f", "decode_gb_s": ".2f", "reduce_ms": ".2f"}
     print_table(rows, {"model": "", "megabytes": ".1f", "way": "", "bytes": "d", "ratio": ".1f", **rates})
+    how = "measured" if found.modelled is None else f"by the link model: {found.modelled}"
+    print(f"\nA step of all-reduce on two workers, in ms: on this host, and over links ({how})")
+    table = [{**row, **row["links"], "pays": row["pays_below"]} for row in found.rows]
+    print_table(
+        table,
+        {"model": "", "way": "", "bytes": "d", "step_ms": ".1f", **dict.fromkeys(links, ".1f"), "pays": ""},
+    )
 
 
 @bench.command("server")
