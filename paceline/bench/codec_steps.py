@@ -159,21 +159,21 @@ def pays_below(times: dict[str, float], without: dict[str, float]) -> str:
     Between two links a time is taken to be linear in the seconds of a byte, as it is if bytes take turns with the rest.
 
     >>> pays_below({"1Gbit/s": 30.0, "100Mbit/s": 60.0}, {"1Gbit/s": 20.0, "100Mbit/s": 200.0})
-    'below 625Mbit/s'
+    '625Mbit/s'
     >>> pays_below({"1Gbit/s": 10.0, "100Mbit/s": 60.0}, {"1Gbit/s": 20.0, "100Mbit/s": 200.0})
-    'up to 1Gbit/s'
+    '> 1Gbit/s'
     >>> pays_below({"1Gbit/s": 30.0, "100Mbit/s": 60.0}, {"1Gbit/s": 20.0, "100Mbit/s": 50.0})
-    'not at 100Mbit/s'
+    '< 100Mbit/s'
     """
     slowest_first = sorted(times, key=lambda link: read_quantity(link, BANDWIDTHS))
     points = [(1 / read_quantity(link, BANDWIDTHS), times[link] - without[link]) for link in slowest_first]
     if points[0][1] >= 0:
-        return f"not at {slowest_first[0]}"
+        return f"< {slowest_first[0]}"
     for (slow, gained), (fast, lost) in itertools.pairwise(points):
         if lost >= 0:
             crossing = slow + (fast - slow) * gained / (gained - lost)
-            return f"below {_rounded(1 / crossing)}"
-    return f"up to {slowest_first[-1]}"
+            return _rounded(1 / crossing)
+    return f"> {slowest_first[-1]}"
 
 
 def _rounded(bandwidth: float) -> str:

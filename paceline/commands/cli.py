@@ -583,10 +583,10 @@ def bench_codecs(
     print_table(rows, {"model": "", "megabytes": ".1f", "way": "", "bytes": "d", "ratio": ".1f", **rates})
     how = "measured" if found.modelled is None else f"by the link model: {found.modelled}"
     print(f"\nA step of all-reduce on two workers, in ms: on this host, and over links ({how})")
-    table = [{**row, **row["links"], "pays": row["pays_below"]} for row in found.rows]
+    table = [{**row, **row["links"], "pays below": row["pays_below"]} for row in found.rows]
     print_table(
         table,
-        {"model": "", "way": "", "bytes": "d", "step_ms": ".1f", **dict.fromkeys(links, ".1f"), "pays": ""},
+        {"model": "", "way": "", "bytes": "d", "step_ms": ".1f", **dict.fromkeys(links, ".1f"), "pays below": ""},
     )
 
 

@@ -20,7 +20,7 @@ from paceline.collectives.descriptions import RANKS_DIFFER
 from paceline.collectives.register import NAME
 from paceline.errors import LostContactError, OutOfStepError
 
-# Packets travel in pieces, of which a few are on the way at once; chosen by steps over a link of 100 Mbit/s, single runs.
+# Packets travel in pieces, of which a few are on the way at once; chosen by single runs over a link of 100 Mbit/s.
 _PIECE, _AHEAD = 1 << 18, 2
 
 
