@@ -130,6 +130,45 @@ def test_changes_of_parameters_are_coded_and_resumed(world: World, policy: str, 
     assert_same(whole[0]["model"], whole[1]["model"])
 
 
+AVERAGING = ["local-sgd(every=4)", "diloco(every=4, outer_lr=1.0, outer_momentum=0.0)"]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("policy", [*AVERAGING, "diloco(every=4, fragments=2)"])
+def test_a_run_that_is_resumed_right_after_an_exchange(world: World, policy: str, tmp_path: Path) -> None:
+    """What a worker has not sent is then still in its codec, and not yet in its parameters."""
+    template = WithStatistics()
+    options: dict[str, Any] = {"policy": policy, "make_optimizer": momentum, "save_every": 4, "codec": "sign"}
+    whole = world(3, lambda group: train(group, template, run=tmp_path / "whole", **options))
+    world(3, lambda group: train(group, template, run=tmp_path / "cut", stop=4, **options))
+    resumed = world(3, lambda group: train(group, template, run=tmp_path / "cut", resume=True, **options))
+    for before, after in zip(whole, resumed, strict=True):
+        assert_same(before["model"], after["model"])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("codec", ["top-k(density=0.1)", "sparse-ternary(density=0.1)", "sign", "power-sgd(rank=1)"])
+@pytest.mark.parametrize("policy", AVERAGING)
+def test_what_is_not_sent_stays_with_its_worker(world: World, policy: str, codec: str) -> None:
+    """Where gradients do not depend on the parameters, a codec does not change the average of all workers."""
+
+    def work(group: Any, codec: str | None) -> Tensor:
+        model = nn.Linear(8, 5, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with paceline.join(model, optimizer, policy=policy, codec=codec, seed=0, group=group) as session:
+            for number in range(9):  # one after an exchange
+                gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * number + session.rank))
+                with session.step(examples=1 + session.rank):
+                    backward((model.weight * gradient).sum())
+            with session.averaged():
+                return model.weight.detach().clone()
+
+    coded = world(2, lambda group: work(group, codec))
+    plain = world(2, lambda group: work(group, None))
+    torch.testing.assert_close(coded[0], plain[0])
+
+
 @pytest.mark.sampled(3)
 @every_policy
 def test_a_codec_that_sends_all_changes_nothing(world: World, policy: str) -> None:

@@ -34,6 +34,15 @@ class CodedSum:
         """All workers have the sum, and use it."""
         self._before = None
 
+    def take_unsent(self) -> Tensor | None:
+        """What this worker has not sent of its values, if that is remembered; then it no longer is."""
+        residual = self._state.memory.get("residual")
+        if residual is None:
+            return None
+        unsent = residual.clone()
+        residual.zero_()
+        return unsent
+
     def undo(self) -> None:
         """Nobody uses the sum: remember what was remembered before it."""
         if self._before is not None:
