@@ -129,6 +129,26 @@ Path("left").touch()
     assert run(bench, source, 2, server=ServerOptions(respawn=True)).code == 0
 
 
+def test_one_killed_before_it_joins_a_run_that_ends(bench: Bench) -> None:
+    """It came in the place of another; nobody waits for it."""
+    source = TOLD.replace('report("joined"', 'if not (rank == 1 and place.incarnation): report("joined"')
+    source += """
+if rank == 1 and place.incarnation == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:
+    Path("again").touch()
+    wait_for("left-0"), wait_for("left-2")
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for("again")
+report("left")
+time.sleep(0.1)
+Path(f"left-{rank}").touch()
+time.sleep(0.5)
+"""
+    ended = bench.run(source, 3, server=ServerOptions(respawn=True))
+    assert ended.code == 0, ended.err
+
+
 def test_who_comes_too_late_does_not_end_the_session_after_it(bench: Bench) -> None:
     """Its own session is over. The others are in the next one, which goes on without it."""
     source = """

@@ -27,6 +27,11 @@ def _close_locks_in_child() -> None:
 os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
+def checkpoints_of(run: Path, keep: int = 3) -> CheckpointFolder:
+    """The checkpoints of a run's directory."""
+    return CheckpointFolder(run / "checkpoints", keep=keep)
+
+
 class Run:
     """Open a run directory for writing; with ``resume`` it may already hold a run.
 
@@ -36,7 +41,7 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str], *, resume: bool = False, keep: int = 3) -> None:
         self.path = Path(path)
-        self.checkpoints = CheckpointFolder(self.path / "checkpoints", keep=keep)
+        self.checkpoints = checkpoints_of(self.path, keep)
         self._make_directory()
         self._lock = self._take_lock()
         _open_runs.add(self)

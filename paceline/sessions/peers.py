@@ -117,10 +117,13 @@ class PeersSession(ReformingSession):
         self._seed_codec()
         self._exchange.started(self._progress())
         if self._forming is not None:
-            self._data.workers = self._forming.formation.members
+            members = self._forming.formation.members
+            self._data.begin(members)
             self.generation = self._forming.formation.number
             self._exchange.confirm()
             self._forming.begun()
+            if members != (wanted := tuple(map(Member, range(self._forming.workers)))):
+                self._tell_supervisor(wanted, 0.0)
         self._run_state.open(self.seed, config)
 
     def record_run(self, replay: Path | None) -> None:
