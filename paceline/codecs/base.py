@@ -170,6 +170,11 @@ class CodecState(ABC, Generic[C]):
         for number, packet in enumerate(packets):
             self.decode(packet, flat, add=number > 0)
 
+    @property
+    def has_unit(self) -> bool:
+        """Whether the codec has numbers in the unit of the values: what it remembers, or an option."""
+        return bool(self.memory)
+
     # For users --------------------------------------------------------------------------------------------------------
 
     def encode(self, flat: Tensor, *, step: int) -> Tensor:
