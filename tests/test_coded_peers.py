@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,51 @@ def test_nan_is_nan_on_all_and_leaves_no_trace(world: World, codec: str) -> None
     for (spoiled, state), (_, wanted) in zip(with_nan, without, strict=True):
         assert spoiled == [False, False, True, False]
         assert_same(state, wanted)
+
+
+def train_scaled(group: Any, template: nn.Module, codec: str, scales: Sequence[float], *, wrapped: bool) -> Any:
+    """Train with these scales of the losses. Infinite ones make a step overflow; with 1.0 alone there is no scaler."""
+    model = copy_for(group, template)
+    optimizer = momentum(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=set(scales) != {1.0})
+    scaler.scale(torch.zeros(1))  # else it has no scale yet that can be changed
+    draw = torch.Generator().manual_seed(group.rank())
+    if wrapped:
+        ddp = paceline.DistributedDataParallel(model, process_group=group, codec=codec, scaler=scaler)
+    else:
+        session = paceline.join(model, optimizer, seed=0, group=group, codec=codec, scaler=scaler)
+    for scale in scales:
+        overflows = math.isinf(scale)
+        if not overflows:
+            scaler.update(scale)
+            x = torch.randn(4, 6, generator=draw)
+        factor = math.inf if overflows and group.rank() == 1 else 1.0
+        if wrapped:
+            optimizer.zero_grad()
+            backward(scaler.scale(ddp(x).square().mean() * factor))
+            scaler.step(optimizer)
+            scaler.update()
+            continue
+        with session.step():
+            backward(scaler.scale(model(x).square().mean() * factor))
+    if not wrapped:
+        session.close()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["session", "wrapper"])
+@pytest.mark.parametrize("codec", [*CODED, "top-k(density=0.1, clip=0.05)", "top-k(feedback=false, clip=0.05)"])
+def test_a_scaler_changes_nothing(world: World, codec: str, wrapped: bool) -> None:
+    """However its scale changes; powers of two are exact. A step that overflows is as if it had never been."""
+    template = CASE.build()
+    scales = [64.0, 128.0, math.inf, 2.0, 1024.0, math.inf, 512.0, 4.0]
+    scaled, plainly = (
+        world(2, lambda group, scales=scales: train_scaled(group, template, codec, scales, wrapped=wrapped))  # type: ignore[misc]
+        for scales in (scales, [1.0] * 6)
+    )
+    for one, other in zip(scaled, plainly, strict=True):
+        assert_same(one, other)
 
 
 def test_sparse_gradients_accumulation_and_a_scaler_go_on_working(world: World) -> None:

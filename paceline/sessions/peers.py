@@ -114,7 +114,7 @@ class PeersSession(ReformingSession):
         found = self._run_state.resume(path, resume)
         if found is not None:
             self.steps, self._blocks, self.seed, self._highest_rate, self._decayed = found
-        self._seed_codec()
+        self._prepare_codec()
         self._exchange.started(self._progress())
         if self._forming is not None:
             members = self._forming.formation.members

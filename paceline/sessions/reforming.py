@@ -215,7 +215,7 @@ class ReformingSession(Session):
         if self.rank == 0 and self._run_path is not None and self.run is None:
             self.run = Run(self._run_path, resume=True, keep=self._keep)
             self._run_state.take_over(self.run, self.steps)
-        self._seed_codec()
+        self._prepare_codec()
         if exchange.coding is not None:
             # One that copies a later state has sent all of its part of it, or has just joined, and remembers nothing.
             exchange.coding.load_state_dict(self._coded[formation.copies(peers.rank)])
@@ -228,10 +228,11 @@ class ReformingSession(Session):
             return self._run_state.saved_at
         return steps if checkpoints_of(self._run_path).file(steps).exists() else None
 
-    def _seed_codec(self) -> None:
-        """Let the codec's random numbers follow from the run's seed."""
+    def _prepare_codec(self) -> None:
+        """Let the codec's random numbers follow from the run's seed, and tell it what scales the gradients."""
         if self._exchange.coding is not None:
             self._exchange.coding.seed = self.seed
+            self._exchange.coding.scaler = self._train_state.scaler
 
     def _take_part(self) -> None:
         """Take batches as a member of the new group, as soon as this worker has made the steps that others have made.
