@@ -275,8 +275,23 @@ def test_the_command_to_run_again_leaves_out_what_the_command_does_anyway() -> N
     config = {"world_size": 2, "train": {**train, "schedule": schedule, "evaluate": False, "model": None}}
     wanted = "paceline train digits --workers 2 --policy async --seed 3 --normalise --warmup gradual"
     assert command_again(config) == wanted
-    assert command_again({"command": ["paceline", "train", "a b"]}) == "paceline train 'a b'"
+    assert command_again({**config, "virtual": True}) is None
     assert command_again({"train": {"problem": 3}}) is None
+
+
+def test_the_command_to_run_again_has_the_delay_the_servers_and_the_script() -> None:
+    launch = {"world_size": 4, "delay": "1+exp(0.5)", "delay_unit": "8ms"}
+    options = "--workers 4 --servers 2 --delay '1+exp(0.5)' --delay-unit 8ms"
+    train = {"problem": "digits", "policy": "async", "keep": 3}
+    assert command_again({**launch, "servers": 2, "train": train}) == f"paceline train digits {options} --policy async"
+    script = {"script": ["my script.py", "--lr", "1"], "policy": "async", "codec": "sign", "servers": 1}
+    options = options.replace(" --servers 2", "")
+    assert command_again({**launch, **script}) == (
+        f"paceline run {options} --policy async --codec sign 'my script.py' --lr 1"
+    )
+    learners = {"world_size": 6, "policy": "sma(learners=3)", "script": ["a.py"]}
+    assert command_again(learners) == "paceline run --workers 2 --policy 'sma(learners=3)' a.py"
+    assert command_again({"policy": "of another version", "script": ["a.py"]}) is not None
 
 
 def test_kinds_of_a_timeline_that_is_read_twice_stay_the_same(tmp_path: Path) -> None:

@@ -205,9 +205,10 @@ def train(
     from paceline.training.train import TrainConfig, check_config, load_config_problem
 
     if resume is not None:
-        given = _typed(context, {**options, "workers": workers})
+        launch = {"workers": workers, "servers": servers, "delay": delay, "delay_unit": delay_unit}
+        given = _typed(context, {**options, **launch})
         options = {**_saved_options(resume), **given, "run": resume, "resume": True}
-        workers = options.pop("workers")
+        workers, servers, delay, delay_unit = (options.pop(name) for name in launch)
     if workers < 1:
         raise UsageError(f"--workers must be at least 1, got {workers}")
     schedule = _schedule_config(options)
@@ -333,8 +334,11 @@ def _is_on_command_line(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
 
 
+_WITHOUT_LAUNCHER = {"servers": 1, "delay": None, "delay_unit": None}  # of a run in one process
+
+
 def _saved_options(run: str) -> dict[str, Any]:
-    """Read the options of a run of ``paceline train``, with its number of workers."""
+    """Read the options of a run of ``paceline train``, with its number of workers and servers, and their delay."""
     from paceline.schedules import ScheduleConfig
     from paceline.training.train import TrainConfig
 
@@ -351,7 +355,8 @@ def _saved_options(run: str) -> dict[str, Any]:
             raise ValueError("options of another version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise not_a_run(file) from error
-    return {**saved, **schedule, "workers": workers}
+    launch = {name: config.get(name, default) for name, default in _WITHOUT_LAUNCHER.items()}
+    return {**saved, **schedule, **launch, "workers": workers}
 
 
 def _free_run(problem: str) -> str:

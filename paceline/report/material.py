@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import TypeAlias
 
 from paceline.errors import UsageError
 from paceline.report.groups import Group, group
-from paceline.report.runs import ONE_WORKER, Comparison, RunData, is_comparison, read_comparison, read_run
+from paceline.report.runs import (
+    ONE_WORKER,
+    Comparison,
+    RunData,
+    is_abandoned,
+    is_comparison,
+    read_comparison,
+    read_run,
+)
 
 Source: TypeAlias = str | os.PathLike[str] | RunData
 """A run, or the directory of a run or of a comparison."""
@@ -66,12 +75,15 @@ class Material:
     def status(self) -> str | None:
         """How far an unfinished comparison is."""
         entries = self.comparison.entries if self.comparison else ()
-        counts = {status: sum(entry.status == status for entry in entries) for status in ("running", "waiting")}
-        if not any(counts.values()):
+        unfinished = ("running", "interrupted", "waiting")
+        counts = {status: sum(entry.status == status for entry in entries) for status in unfinished}
+        if self.comparison is None or not any(counts.values()):
             return None
         done = sum(entry.status in ("done", "failed") for entry in entries)
         rest = [f"{count} {status}" for status, count in counts.items() if count]
-        return f"The comparison is not finished: {done} of {len(entries)} runs are made, {' and '.join(rest)}."
+        told = f"The comparison is not finished: {done} of {len(entries)} runs are made, {' and '.join(rest)}."
+        path = shlex.quote(str(self.comparison.path))
+        return f"{told} Go on with: paceline compare --resume {path}" if is_abandoned(self.comparison.path) else told
 
 
 def as_sources(source: Source | Sequence[Source]) -> list[Source]:

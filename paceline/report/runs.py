@@ -137,7 +137,7 @@ class Entry:
     policy: str
     seed: int | None
     name: str
-    status: str  # done, failed, running or waiting
+    status: str  # done, failed, running, interrupted or waiting
     error: str | None  # why it failed, or cannot be read
     run: RunData | None
 
@@ -218,6 +218,7 @@ def read_run(
         changes=_changes_of(timeline) if timeline else _changes_told(events, started),
         config=config,
         command=command_again(config),
+        virtual=config.get("virtual") is True,
         notes=tuple(notes),
     )
 
@@ -249,11 +250,12 @@ def read_comparison(path: str | os.PathLike[str]) -> Comparison:
 def _read_entry(comparison: Comparison, listed: Any) -> Entry:
     values = _mapping(listed)
     policy, seed, name = _text(values.get("policy")) or "?", _whole(values.get("seed")), _text(values.get("run")) or ""
+    status = _text(values.get("status")) or "unknown"
     entry = Entry(
         policy=policy,
         seed=seed,
         name=name,
-        status=_text(values.get("status")) or "unknown",
+        status="interrupted" if status == "running" and is_abandoned(comparison.path) else status,
         error=_text(values.get("error")),
         run=None,
     )
@@ -341,13 +343,23 @@ def is_being_written(path: str | os.PathLike[str]) -> bool:
 
     It has ``run.lock`` open. The lock is not asked for: a run that starts at this instant would be refused.
     """
-    lock = Path(path) / "run.lock"
+    return _is_owned(Path(path)) is True
+
+
+def is_abandoned(path: str | os.PathLike[str]) -> bool:
+    """Whether a process of this host has owned the run or comparison, and none does now."""
+    return _is_owned(Path(path)) is False
+
+
+def _is_owned(path: Path) -> bool | None:
+    """Whether the last owner still has ``run.lock`` open; None if it is not known, or on another host."""
+    lock = path / "run.lock"
     try:
         owner = re.fullmatch(r"process (\d{1,9}) on (.+)", lock.read_text().strip())
     except (OSError, ValueError):
-        return False
+        return None
     if owner is None or owner[2] != socket.gethostname():
-        return False
+        return None
     files = Path("/proc", owner[1], "fd")
     if not Path("/proc/self/fd").exists():
         return _lives(int(owner[1]))

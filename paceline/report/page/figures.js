@@ -545,7 +545,7 @@
 
   // Histograms --------------------------------------------------------------------------------------------------
 
-  const MOST_BINS = 24;
+  const MOST_BINS = 40;
 
   function binned(counts) {
     const size = Math.ceil(counts.length / MOST_BINS);
@@ -628,7 +628,7 @@
       svg(
         "text",
         { class: "axis-label", x: (margin.left + inner.right) / 2, y: inner.bottom + 35, "text-anchor": "middle" },
-        options.xLabel ?? "",
+        `${options.xLabel ?? ""}${panel.size > 1 ? `, ${panel.size} in a bar` : ""}`,
       ),
     );
     const title = html(
