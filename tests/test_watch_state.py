@@ -436,7 +436,7 @@ def test_broken_lines_are_told(writing: Writing) -> None:
         file.write("}{\n")
     watched = Watched(writing.path, clock=Clock())
     watched.look()
-    assert watched.message == "1 broken lines of its metrics are left out."
+    assert watched.message == "Lines of its metrics that are broken and left out: 1."
 
 
 def test_looking_leaves_no_file_open(writing: Writing) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from paceline.errors import PacelineError
+from paceline.record.timeline import Kind, Records
 from paceline.report import plots
 from paceline.report.events import Floats
 from paceline.report.groups import Group, Row, curves_of, loss_curve, share_of, summarise, time_label
@@ -29,6 +30,7 @@ FORMATS = ("png", "svg")
 _WIDTH = 7.2  # inches
 _MOST_SPANS = 4000  # of a drawn timeline
 _MOST_WORKERS = 32
+_READABLE = 120  # spans of a worker that can be told apart
 
 
 def write_figures(material: Material, folder: Path) -> list[Path]:
@@ -206,15 +208,34 @@ def _staleness(groups: Sequence[Group]) -> Figure | None:
 
 def _timeline(label: str, run: RunData) -> Figure:
     shown = dict(list(run.timeline.items())[:_MOST_WORKERS])
+    window = _readable_window(shown)
+    if window is not None:
+        shown = {rank: _inside(spans, *window) for rank, spans in shown.items()}
+        label += f", {window[0]:.3g} s to {window[1]:.3g} s of {run.seconds:.3g} s"
     figure, axes = _rows_figure(f"Timeline: {label}", [f"worker {rank}" for rank in shown])
     kinds: set[str] = set()
     for row, spans in enumerate(merge_to(shown, _MOST_SPANS).values()):
         kinds |= _draw_spans(axes, row, spans)
     axes.set_xlabel(f"{time_label([run])} (s)")
-    axes.set_xlim(left=0)
+    axes.set_xlim(*(window or (0.0,)))
     axes.grid(False)
     _kind_legend(figure, [kind for kind in KINDS if kind in kinds])
     return figure
+
+
+def _readable_window(timeline: Mapping[int, Records]) -> tuple[float, float] | None:
+    """From and to: a part in the middle with few enough spans to tell them apart; None if that is all, or one died."""
+    most = max(map(len, timeline.values()), default=0)
+    if most <= _READABLE or any((spans["kind"] == Kind.DEAD).any() for spans in timeline.values()):
+        return None
+    length = max(float((spans["start"] + spans["duration"])[-1]) for spans in timeline.values())
+    width = length * _READABLE / most
+    return (length - width) / 2, (length + width) / 2
+
+
+def _inside(spans: Records, start: float, end: float) -> Records:
+    found: Records = spans[(spans["start"] < end) & (spans["start"] + spans["duration"] > start)]
+    return found
 
 
 def _draw_spans(axes: Axes, row: int, spans: Spans) -> set[str]:

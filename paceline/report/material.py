@@ -53,20 +53,19 @@ class Material:
         """What was compared: policies, problem, workers, delay, seeds, target."""
         if not self.runs:
             return "There is no run to show yet."
+        virtual = any(run.virtual for run in self.runs)
         policies = list(dict.fromkeys(run.policy for run in self.runs if run.policy != ONE_WORKER))
         alone = any(run.policy == ONE_WORKER for run in self.runs)
         told = [f"{len(policies)} policies"] if len(policies) > 1 else policies
         parts = [" and ".join([*told, ONE_WORKER] if alone else told)]
         parts.append(f"on {_listed({run.problem for run in self.runs if run.problem} or {'an unknown problem'})}")
         if workers := sorted({run.workers for run in self.runs if run.workers and run.workers > 1}):
-            parts.append(f"with {_listed(map(str, workers))} workers")
+            parts.append(f"with {_listed(map(str, workers))} {'virtual ' * virtual}workers")
         delays = {run.delay for run in self.runs if run.delay}
-        parts += [f"slowed by {_listed(delays)}"] if delays else []
+        parts += [f"{'whose steps take' if virtual else 'slowed by'} {_listed(delays)}"] if delays else []
         seeds = sorted({run.seed for run in self.runs if run.seed is not None})
         parts += [f"with the seed{'s' * (len(seeds) > 1)} {_listed(map(str, seeds))}"] if seeds else []
         text = ", ".join([" ".join(parts[:2]), *parts[2:]])
-        if any(run.virtual for run in self.runs):
-            text += ", on virtual workers"
         targets = {(run.metric, run.target) for run in self.runs if run.target is not None}
         goals = [f"{str(metric).replace('_', ' ')} {target:g}" for metric, target in sorted(targets, key=str)]
         return text + (f"; the target is {_listed(goals)}." if goals else ".")

@@ -110,7 +110,7 @@ class Watched:
                 self._run.expect(config)
         news = self._run.look(self._turn)
         if news.broken:
-            notes.append(f"{news.broken} broken lines of its metrics are left out.")
+            notes.append(f"Lines of its metrics that are broken and left out: {news.broken}.")
         if news.problem is not None:
             notes.append(f"{news.problem}.")
         self.message = " ".join(notes) or None

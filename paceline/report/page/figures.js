@@ -259,19 +259,16 @@
         options.label ?? `${options.yLabel} against ${options.xLabel}: ${series.map((each) => each.label).join(", ")}`,
     });
     append(drawing, axes(x, y, margin, inner, width, options, xUnit));
+    const targetLabel = [];
     if (Number.isFinite(data.target) && usable(data.target)) {
       const at = y.at(data.target);
-      drawing.append(
-        svg("line", { class: "target", x1: margin.left, x2: inner.right, y1: at, y2: at }),
-        svg(
-          "text",
-          { class: "target-label", x: inner.right - 4, y: at - 5, "text-anchor": "end" },
-          data.targetLabel ?? "target",
-        ),
-      );
+      drawing.append(svg("line", { class: "target", x1: margin.left, x2: inner.right, y1: at, y2: at }));
+      const place = { class: "target-label", x: inner.right - 4, y: at - 5, "text-anchor": "end" };
+      targetLabel.push(svg("text", place, data.targetLabel ?? "target"));
     }
     for (const each of series) append(drawing, [band(each, x, y, xUnit, usable)]);
     for (const each of series) append(drawing, curve(each, x, y, xUnit, usable));
+    append(drawing, targetLabel);
     if (labels) append(drawing, drawEndLabels(series, y, margin, inner, usable));
     const reading = makeReading(drawing, series, x, y, xUnit, margin, inner, options);
     const legend = labels || (series.length === 1 && !options.alwaysLegend) ? [] : [P.legend(series)];

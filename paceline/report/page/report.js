@@ -125,7 +125,12 @@
   ];
 
   function summary(data) {
-    const columns = COLUMNS.filter(([, , , key]) => data.summary.some((row) => Number.isFinite(row[key])));
+    const columns = COLUMNS.filter(
+      ([, , , key]) =>
+        data.summary.some((row) => Number.isFinite(row[key])) ||
+        (key === "seconds_to_target" && Number.isFinite(data.error.target)), // that nobody reached it must be seen
+    );
+    const isShown = (wanted) => columns.some(([, , , key]) => key === wanted);
     const known = data.summary.map((row) => row.seconds_to_target).filter((each) => Number.isFinite(each));
     const best = Math.min(...known);
     const rows = data.summary.map((row) =>
@@ -169,7 +174,8 @@
         data.summary.some((row) => row.seeds > 1)
           ? "Means over the seeds; ± is half of what the largest and the smallest differ in. "
           : "",
-        "The speed-up is the time of one worker to the target over that of the policy. Waiting and thrown-away work are shares of the living workers' time. ",
+        isShown("speed_up") ? "The speed-up is the time of one worker to the target over that of the policy. " : "",
+        isShown("waiting") ? "Waiting and thrown-away work are shares of the living workers' time. " : "",
         link,
       ),
     );
@@ -312,13 +318,14 @@
       return whole;
     });
     const text =
+      data.summary.some((row) => Number.isFinite(row.efficiency)) &&
       "Efficiency is the throughput over that of one worker times the number of workers; the dashed line is 100 %.";
     return section(
       "Speed",
       null,
       parts.whole,
       html("div", { class: "grid-2" }, figures),
-      html("p", { class: "hint muted" }, text),
+      text ? html("p", { class: "hint muted" }, text) : null,
     );
   }
 
@@ -353,12 +360,12 @@
       "Each row is a worker; only in the time of computing does it make progress. Gaps are what is no part of a step: " +
       "evaluations, checkpoints, the start." +
       (several ? " A second run is drawn on the same scale of time." : "");
-    const first = Math.max(
-      0,
-      data.timelines.findIndex((each) => each.data.workers.length > 1),
-    );
+    const ofSeveral = (each) => each.data.workers.length > 1;
+    const first = Math.max(0, data.timelines.findIndex(ofSeveral));
+    const { label } = data.timelines[first];
+    const second = data.timelines.findIndex((each) => ofSeveral(each) && each.label !== label);
     const rows = several
-      ? [timelineRow(data, "Run", first, false), timelineRow(data, "Beside it", null, true)]
+      ? [timelineRow(data, "Run", first, false), timelineRow(data, "Beside it", second, true)]
       : [timelineRow(data, null, 0, false)];
     P.shownTimelines = [];
     const show = () => {
@@ -432,7 +439,7 @@
         "tr",
         {},
         html("th", { scope: "row" }, String(worker.rank)),
-        worker.seconds.map((each) => html("td", {}, P.number(each))),
+        worker.seconds.map((each) => html("td", {}, P.fixed(each))),
       ),
     );
     return html("table", {}, html("thead", {}, head), html("tbody", {}, rows));
