@@ -334,7 +334,7 @@ def _is_on_command_line(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
 
 
-_WITHOUT_LAUNCHER = {"servers": 1, "delay": None, "delay_unit": None}  # of a run in one process
+_LAUNCH: dict[str, Any] = {"servers": 1, "delay": None, "delay_unit": None}  # of a run in one process
 
 
 def _saved_options(run: str) -> dict[str, Any]:
@@ -347,7 +347,8 @@ def _saved_options(run: str) -> dict[str, Any]:
         config = json.loads(file.read_text())
         saved: dict[str, Any] = dict(config["train"])
         processes = int(config["world_size"]) // processes_per_worker(saved["policy"])
-        workers = 1 if read_world() is not None else processes  # 1: a launcher has started the others
+        others_start = read_world() is not None  # another launcher: it has started all processes, as it wants them
+        launch = {} if others_start else {name: config[name] for name in _LAUNCH if name in config}
         schedule = dict(saved.pop("schedule"))
         schedule["decay_epochs"] = ",".join(str(epoch) for epoch in schedule["decay_epochs"])
         known = {field.name for kind in (TrainConfig, ScheduleConfig) for field in dataclasses.fields(kind)}
@@ -355,8 +356,7 @@ def _saved_options(run: str) -> dict[str, Any]:
             raise ValueError("options of another version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise not_a_run(file) from error
-    launch = {name: config.get(name, default) for name, default in _WITHOUT_LAUNCHER.items()}
-    return {**saved, **schedule, **launch, "workers": workers}
+    return {**saved, **schedule, **_LAUNCH, **launch, "workers": 1 if others_start else processes}
 
 
 def _free_run(problem: str) -> str:

@@ -86,7 +86,8 @@ def _error_axis(runs: Sequence[RunData]) -> tuple[Axis, float]:
     """The axis of errors, and what errors are multiplied by: those that are shares are shown in percent."""
     told = error_axis(runs)
     factor = 100.0 if told["percent"] else 1.0
-    mark = (factor * told["target"], told["target_label"]) if math.isfinite(told["target"]) else None
+    is_drawn = told["target"] > 0 if told["percent"] else math.isfinite(told["target"])  # a log axis has no 0
+    mark = (factor * told["target"], told["target_label"]) if is_drawn else None
     if told["percent"]:
         return Axis(label=f"{told['label']} (%)", scale="log", mark=mark), factor
     return Axis(label=told["label"], mark=mark), factor
