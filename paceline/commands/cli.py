@@ -205,9 +205,10 @@ def train(
     from paceline.training.train import TrainConfig, check_config, load_config_problem
 
     if resume is not None:
-        given = _typed(context, {**options, "workers": workers})
+        launch = {"workers": workers, "servers": servers, "delay": delay, "delay_unit": delay_unit}
+        given = _typed(context, {**options, **launch})
         options = {**_saved_options(resume), **given, "run": resume, "resume": True}
-        workers = options.pop("workers")
+        workers, servers, delay, delay_unit = (options.pop(name) for name in launch)
     if workers < 1:
         raise UsageError(f"--workers must be at least 1, got {workers}")
     schedule = _schedule_config(options)
@@ -333,8 +334,11 @@ def _is_on_command_line(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
 
 
+_LAUNCH: dict[str, Any] = {"servers": 1, "delay": None, "delay_unit": None}  # of a run in one process
+
+
 def _saved_options(run: str) -> dict[str, Any]:
-    """Read the options of a run of ``paceline train``, with its number of workers."""
+    """Read the options of a run of ``paceline train``, with its number of workers and servers, and their delay."""
     from paceline.schedules import ScheduleConfig
     from paceline.training.train import TrainConfig
 
@@ -343,7 +347,8 @@ def _saved_options(run: str) -> dict[str, Any]:
         config = json.loads(file.read_text())
         saved: dict[str, Any] = dict(config["train"])
         processes = int(config["world_size"]) // processes_per_worker(saved["policy"])
-        workers = 1 if read_world() is not None else processes  # 1: a launcher has started the others
+        others_start = read_world() is not None  # another launcher: it has started all processes, as it wants them
+        launch = {} if others_start else {name: config[name] for name in _LAUNCH if name in config}
         schedule = dict(saved.pop("schedule"))
         schedule["decay_epochs"] = ",".join(str(epoch) for epoch in schedule["decay_epochs"])
         known = {field.name for kind in (TrainConfig, ScheduleConfig) for field in dataclasses.fields(kind)}
@@ -351,7 +356,7 @@ def _saved_options(run: str) -> dict[str, Any]:
             raise ValueError("options of another version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise not_a_run(file) from error
-    return {**saved, **schedule, "workers": workers}
+    return {**saved, **schedule, **_LAUNCH, **launch, "workers": 1 if others_start else processes}
 
 
 def _free_run(problem: str) -> str:

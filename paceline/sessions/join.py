@@ -130,7 +130,7 @@ def join(
             keep=keep,
             log_every=log_every,
             on_nan=on_nan,
-            config=dict(config or {}),
+            config={**({} if assignment is None else assignment.described()), **(config or {})},
         )
     )
 
