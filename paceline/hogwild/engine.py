@@ -14,7 +14,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,8 +40,7 @@ from paceline.policies import (
 SCHEMES: tuple[type[SparsePolicy], ...] = (Serial, Hogwild, Atomic, Locked, RoundRobin, Average, Cyclades)
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What a run of the engine did."""
 
     updates: int
@@ -105,6 +103,9 @@ class Engine:
         self._storage = problem.storage(seed)
         self._addresses = self._storage.addresses
         self._outcome = np.zeros(6)  # of the last run; the compiled engine writes there
+        self._outcome_address = self._outcome.ctypes.data
+        self._scheme = SCHEMES.index(type(self.policy))
+        self._batch = getattr(self.policy, "batch", 0)
         self._position = (0, 0)
         self._threads = getattr(self.policy, "threads", 1)
 
@@ -161,7 +162,7 @@ class Engine:
         outcome[0] = 0
         start = time.perf_counter()
         try:
-            self._call(self._addresses, self._orders.take(epoch), made, end, threads, outcome, stop)
+            self._call(self._addresses, self._orders.take(epoch), made, end, threads, self._outcome_address, stop)
         finally:
             made += int(outcome[0])
             self._position = (epoch, made) if made < self.problem.items else (epoch + 1, 0)
@@ -174,14 +175,14 @@ class Engine:
         start: int,
         end: int,
         threads: int,
-        outcome: NDArray[np.float64],
+        outcome_address: int,
         stop: Callable[[], bool] | None = None,
     ) -> None:
         self._native.run(
             addresses,
-            SCHEMES.index(type(self.policy)),
+            self._scheme,
             threads,
-            getattr(self.policy, "batch", 0),
+            self._batch,
             self._watch,
             self.rate,
             self._position[0],
@@ -189,7 +190,7 @@ class Engine:
             order.ctypes.data,
             start,
             end,
-            outcome.ctypes.data,
+            outcome_address,
             stop,
         )
 
@@ -198,7 +199,7 @@ class Engine:
         storage = self.problem.storage(self.seed)
         order = self._orders.take(self._position[0])
         start = time.perf_counter()
-        self._call(storage.addresses, order, 0, min(updates, self.problem.items), threads, np.zeros(6))
+        self._call(storage.addresses, order, 0, min(updates, self.problem.items), threads, self._outcome_address)
         return time.perf_counter() - start
 
     def judge(self, problem: Problem | None = None) -> Judged:
@@ -239,13 +240,4 @@ def sparse_policy(policy: str | Policy) -> SparsePolicy:
 
 def _report(outcome: NDArray[np.float64], seconds: float, threads: int) -> Report:
     updates, sampled, lost, overwritten, rounds, waited = outcome.tolist()
-    return Report(
-        updates=int(updates),
-        seconds=seconds,
-        sampled=int(sampled),
-        lost=int(lost),
-        overwritten=overwritten,
-        threads=threads,
-        rounds=int(rounds),
-        waited=int(waited),
-    )
+    return Report(int(updates), seconds, int(sampled), int(lost), overwritten, threads, int(rounds), int(waited))

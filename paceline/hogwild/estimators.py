@@ -79,7 +79,7 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
         if self.max_iter < 1:
             raise ValueError(f"max_iter: wanted at least 1, got {self.max_iter}")
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=[np.float64, np.float32], reset=reset, **options)
-        return sparse.csr_matrix(X), y
+        return (X if sparse.issparse(X) else sparse.csr_matrix(X)), y
 
     def _train(self, X: Any, targets: list[Array], weights: Array | None, epochs: int, tol: float | None) -> None:
         """Make so many epochs for each column of targets, from ``coef_`` and ``intercept_``, which then are new."""

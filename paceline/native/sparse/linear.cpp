@@ -1,6 +1,8 @@
 // Linear models: sparse support vector machines, logistic and least squares.
+#include <algorithm>
 #include <cmath>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "solver.h"
@@ -235,35 +237,51 @@ class Linear {
 
   void check() {
     auto counted = std::make_shared<Counted>();
+    counted->most = longest_row();
+    const int64_t used = start(data_.rows);  // there may be more entries than the rows have
+    const double squares = sum_of_squares(used);
+    for (int64_t row = 0; row < data_.rows; ++row) check_row(row);
     counted->groups.assign(data_.columns, 0);
-    double squares = 0;
+    for (int64_t k = 0; k < used; ++k) ++counted->groups[indices()[k]];
+    group(*counted);
+    if (used > 0) counted->mean_square = squares / static_cast<double>(used);
+    counted_ = std::move(counted);
+  }
+
+  int64_t longest_row() const {
     if (start(0) != 0 || start(data_.rows) > data_.entries)
       throw Refused("indptr: wanted numbers from 0 to " + std::to_string(data_.entries) + ", got " +
                     std::to_string(start(0)) + " to " + std::to_string(start(data_.rows)));
+    int64_t most = 0;
     for (int64_t row = 0; row < data_.rows; ++row) {
       const int64_t first = start(row), end = start(row + 1);
       if (end < first || end > data_.entries)
         throw Refused("indptr: row " + std::to_string(row) + " begins at " + std::to_string(first) + " and ends at " +
                       std::to_string(end) + " of " + std::to_string(data_.entries) + " entries");
-      counted->most = std::max(counted->most, end - first);
-      // Few branches for what is nearly always right. A number that is not finite has no finite square. Four sums, so that
-      // additions need not wait for each other.
-      bool right = true;
-      double sums[4] = {0, 0, 0, 0};
-      for (int64_t k = first; k < end; ++k) {
-        right &= static_cast<uint64_t>(indices()[k]) < static_cast<uint64_t>(data_.columns);
-        sums[k & 3] += static_cast<double>(values()[k]) * values()[k];
-      }
-      const double square = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-      if (!right || !std::isfinite(square)) check_entries(row);
-      for (int64_t k = first; k < end; ++k) ++counted->groups[indices()[k]];
-      squares += square;
-      check_row(row);
+      most = std::max(most, end - first);
     }
-    group(*counted);
-    const int64_t used = start(data_.rows);  // there may be more entries than the rows have
-    if (used > 0) counted->mean_square = squares / static_cast<double>(used);
-    counted_ = std::move(counted);
+    return most;
+  }
+
+  // Checks the entries too, with few branches for what is nearly always right: a number that is not finite has no finite
+  // square.
+  double sum_of_squares(int64_t used) const {
+    using Unsigned = std::make_unsigned_t<I>;  // of which an index below 0 is a large one
+    Unsigned largest = 0;
+    for (int64_t k = 0; k < used; ++k) largest = std::max(largest, static_cast<Unsigned>(indices()[k]));
+    const bool right = used == 0 || static_cast<uint64_t>(largest) < static_cast<uint64_t>(data_.columns);
+    const auto value = [&](int64_t k) { return static_cast<double>(values()[k]); };
+    Sums<double> sums;
+    int64_t k = 0;
+    for (; k + 4 <= used; k += 4) {
+      const Sums<double>::Four four{value(k), value(k + 1), value(k + 2), value(k + 3)};
+      sums.add(four, four);
+    }
+    double squares = sums.total();
+    for (; k < used; ++k) squares += value(k) * value(k);
+    if (!right || !std::isfinite(squares))
+      for (int64_t row = 0; row < data_.rows; ++row) check_entries(row);
+    return squares;
   }
 
   void check_entries(int64_t row) const {
