@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import statistics
 import time
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from paceline.bench.measuring import Row, read_rows, result_file
 from paceline.bench.two_hosts import NotPossibleError, limit_rate, run_on, two_hosts
 from paceline.bench.workloads import WORKLOADS, optimizer_for
-from paceline.quantities import BANDWIDTHS, print_quantity, read_quantity
+from paceline.quantities import BANDWIDTHS, read_quantity
 from paceline.sessions.join import join
 from paceline.sessions.peers import PeersSession
 
@@ -177,6 +176,6 @@ def pays_below(times: dict[str, float], without: dict[str, float]) -> str:
 
 
 def _rounded(bandwidth: float) -> str:
-    """A bandwidth with three digits."""
-    digits = 2 - math.floor(math.log10(8 * bandwidth))
-    return print_quantity(round(8 * bandwidth, digits) / 8, BANDWIDTHS)
+    """A bandwidth in bits a second, with three digits."""
+    bits = 8 * bandwidth
+    return f"{bits / 1e9:.3g}Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g}Mbit/s"
