@@ -170,6 +170,26 @@ def test_what_is_not_sent_stays_with_its_worker(world: World, policy: str, codec
     torch.testing.assert_close(coded[0], plain[0])
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("policy", AVERAGING)
+def test_what_is_not_sent_does_not_grow_where_a_worker_has_few_examples(world: World, policy: str) -> None:
+    """None for a whole period, and then one: what waits is not multiplied by the ratio of the weights."""
+
+    def work(group: Any) -> float:
+        model = nn.Linear(8, 5, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer, largest = SGD(model.parameters(), lr=0.1), 0.0
+        with paceline.join(model, optimizer, policy=policy, codec="top-k(density=0.1)", seed=0, group=group) as session:
+            for number in range(20):
+                few = 0 if number < 8 else 1
+                with session.step(examples=few if session.rank and number >= 4 else 64):
+                    backward((model.weight * (1.0 + session.rank)).sum())
+                largest = max(largest, float(model.weight.detach().abs().max()))
+        return largest
+
+    assert max(world(2, work)) < 2 * 20 * 0.1 * 2  # steps, rate and gradient, twice
+
+
 @pytest.mark.sampled(3)
 @every_policy
 def test_a_codec_that_sends_all_changes_nothing(world: World, policy: str) -> None:

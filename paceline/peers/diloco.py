@@ -49,7 +49,7 @@ class _Fragment:
         self.examples = 0  # of this worker since the last exchange
         self.sent = 0  # those in the exchange under way
         self.due: int | None = None  # the step after which the exchange under way is merged
-        self.share = 0.0  # of this worker in the last exchange, while what its codec has not sent is still to be added
+        self.share = 0.0  # of this worker in an exchange, while what its codec has not sent then is still to be added
 
     def start(self, others: Sequence[Tensor], *, step: int, stop: bool) -> None:
         """Start to average what the workers have changed, and ``others`` with it."""
@@ -77,7 +77,7 @@ class _Fragment:
                 tensor.copy_(torch.lerp(tensor.to(new.dtype), new, 1 - self._policy.kept))
         self._averager.settle()
         if isinstance(self._averager, CodedAverager) and not self._policy.overlap:  # else it has made steps since
-            self.share = self._averager.share
+            self.share = self._averager.share or self.share  # without a part, what waits is of the last exchange
         return stop
 
     def add_unsent(self) -> None:

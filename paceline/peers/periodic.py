@@ -27,7 +27,7 @@ class PeriodicExchange(ReplicasExchange):
         if coding is not None:
             self.common_state = (*self.common_state, "agreed_on")
         self._due = 0  # the step of the next exchange; 0: the policy was not asked yet
-        self._share = 0.0  # of this worker in the last exchange, while what its codec has not sent is still to be added
+        self._share = 0.0  # of this worker in an exchange, while what its codec has not sent then is still to be added
 
     def started(self, progress: Progress) -> None:
         if not self._agreed_on:
@@ -83,7 +83,9 @@ class PeriodicExchange(ReplicasExchange):
                 tensor.copy_(new)
         self._changes.settle()
         if isinstance(self._changes, CodedAverager):
-            self._share = self._changes.share
+            self._share = (
+                self._changes.share or self._share
+            )  # without a part in this one, what waits is of the last one
         return means
 
     def agreed(self) -> None:
