@@ -10,7 +10,7 @@ def extension(name: str, folder: str) -> Extension:
     return Extension(
         f"paceline.native.{name}",
         sources=sorted(map(str, Path(folder).glob("*.cpp"))),
-        depends=sorted(map(str, (*Path(folder).glob("*.h"), *Path(folder).glob("*.inc")))),
+        depends=sorted(str(path) for kind in ("*.h", "*.inc") for path in Path("paceline/native").rglob(kind)),
         # No contraction: the same numbers must give the same bits on every processor.
         extra_compile_args=["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"],
         extra_link_args=["-pthread"],

@@ -25,7 +25,6 @@ from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
-from two_hosts import NotPossibleError, run_on, two_hosts
 
 import paceline
 from paceline.bench.measuring import (
@@ -37,6 +36,7 @@ from paceline.bench.measuring import (
     result_file,
     run_workers,
 )
+from paceline.bench.two_hosts import NotPossibleError, run_on, two_hosts
 from paceline.bench.workloads import WORKLOADS, Workload, optimizer_for
 from paceline.report.table import print_table
 

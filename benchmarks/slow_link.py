@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bucket_sweep import rate
-from two_hosts import NotPossibleError, run_on, two_hosts
 
 import paceline
 from paceline.bench.measuring import Row, be_worker, median_ratio, read_rows, result_file
+from paceline.bench.two_hosts import NotPossibleError, run_on, two_hosts
 from paceline.policies import Policy, parse_policy
 from paceline.problems import Problem, ProblemOptions, load_problem
 from paceline.report.table import print_table

@@ -71,11 +71,11 @@ class TrainState:
         for optimizer in self.optimizers:
             if step is not None:
                 step(optimizer)
-            elif self.scaler is not None:
-                self.scaler.step(optimizer)
-            else:
+            elif self.scaler is None:
                 optimizer.step()
-        if self.scaler is not None:
+            elif has_gradients(optimizer):
+                self.scaler.step(optimizer)
+        if self.scaler is not None and any(map(has_gradients, self.optimizers)):
             self.scaler.update()
         for scheduler in self.schedulers:
             scheduler.step()
@@ -166,6 +166,11 @@ class TrainState:
             if here != there:
                 return f"optimizer {index} has groups of {here} parameters here and of {there} there"
         return None
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Whether a parameter has a gradient: a worker whose batch is empty has none, and a scaler wants one."""
+    return any(parameter.grad is not None for parameter in parameters_of(optimizer))
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

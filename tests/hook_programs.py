@@ -32,6 +32,7 @@ def hooks(directory: Path, rank: int, size: int) -> Any:
         "resumed": resumed,
         "anew": anew,
         "twice": train(rank, STEPS, "power-sgd(rank=1)")["model"],
+        "scaled": [train(rank, STEPS, codec, scaled=True)["model"] for codec in (sparse, "power-sgd(rank=1)")],
     }
     return as_numbers(found)
 
@@ -59,17 +60,19 @@ def train(
     load_before: int | None = None,
     first: int = 0,
     start: dict[str, Any] | None = None,
+    scaled: bool = False,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     own = nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 3))
     if start is not None:
         own.load_state_dict(start["model"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=scaled)
     ddp = DistributedDataParallel(own, bucket_cap_mb=0.0005)  # with other buckets after the first step
     if codec is None:
         ddp.register_comm_hook(None, fp16_compress_hook)
         remembered = None
     else:
-        remembered, hook = paceline.comm_hook(codec)
+        remembered, hook = paceline.comm_hook(codec, scaler=scaler)
         ddp.register_comm_hook(remembered, hook)
         if start is not None:
             remembered.load_state_dict(start["hook"])
@@ -79,8 +82,9 @@ def train(
             remembered.load_state_dict(remembered.state_dict())
         optimizer.zero_grad()
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-        ddp(inputs).square().mean().backward()
-        optimizer.step()
+        scaler.scale(ddp(inputs).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
     return {
         "model": own.state_dict(),
         "hook": None if remembered is None else remembered.state_dict(),

@@ -43,10 +43,13 @@ class DirectoryStore:
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         end = time.monotonic() + timeout.total_seconds()
-        while not all(self._file(key).exists() for key in keys):
+        while not self.check(keys):
             if time.monotonic() >= end:
                 raise RuntimeError(f"no {keys} in the store")
             time.sleep(0.001)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._file(key).exists() for key in keys)
 
     def get(self, key: str) -> bytes:
         self.wait([key], timedelta(seconds=DEADLINE))

@@ -103,13 +103,18 @@ def test_bench_step(run: Scripts) -> None:
 
 @pytest.mark.soak
 def test_bench_codecs(run: Scripts) -> None:
-    rows = {row["way"]: row for row in run.bench("codecs")["rows"]}
+    found = run.bench("codecs")
+    rows = {row["way"]: row for row in found["rows"]}
     assert {parse_codec(way).name for way in rows if not way.startswith("torch ")} == set(CODECS)
     assert {way for way in rows if way.startswith("torch ")} == {"torch fp16_compress_hook", "torch powerSGD_hook"}
     for way, row in rows.items():
         assert positive(row, "megabytes", "reduce_ms") and row["model"] == "net3"
         if not way.startswith("torch "):
             assert positive(row, "bytes", "ratio", "encode_gb_s", "decode_gb_s")
+    assert [row["way"] for row in found["steps"]] == ["none", *(way for way in rows if not way.startswith("torch "))]
+    for row in found["steps"]:
+        assert positive(row, "step_ms", "bytes") and positive(row["links"], "10Gbit/s")
+        assert (row["pays_below"] is None) == (row["way"] == "none")
 
 
 @pytest.mark.soak
@@ -189,15 +194,6 @@ def test_slow_link(run: Scripts, data_dir: Path) -> None:
     assert [row["policy"] for row in found["rows"]] == ["all-reduce", "local-sgd(every=16)"]
     for row in found["rows"]:
         assert positive(row, "examples_per_s", "throughput_ratio", "steps", "seconds_to_target", "speedup")
-
-
-@pytest.mark.soak
-def test_codecs_link(run: Scripts) -> None:
-    found = run("codecs_link.py")
-    if "skipped" in found:
-        pytest.skip(found["skipped"])
-    for row in found["rows"]:
-        assert positive(row, "ms", "faster", "bytes", "interface_bytes", "fewer")
 
 
 @pytest.mark.soak

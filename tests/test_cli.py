@@ -14,6 +14,7 @@ import pytest
 from processes import ENVIRONMENT
 from same_bits import assert_same, metrics_of
 
+from paceline.launch.service import ServerOptions
 from paceline.record.checkpoint import CheckpointFolder, read_checkpoint
 from paceline.record.metrics import MetricsWriter
 from paceline.record.run import Run
@@ -278,9 +279,11 @@ def test_resuming_a_finished_run_says_that_it_was_finished(paceline: Any) -> Non
 
 def test_resuming_takes_the_workers_of_the_run(paceline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
+    servers: list[ServerOptions] = []
 
-    def supervise(*_: Any, workers: int, **__: Any) -> int:
+    def supervise(*_: Any, workers: int, server: ServerOptions, **__: Any) -> int:
         asked.append(workers)
+        servers.append(server)
         return 1
 
     monkeypatch.setattr("paceline.launch.supervisor.supervise", supervise)
@@ -289,8 +292,15 @@ def test_resuming_takes_the_workers_of_the_run(paceline: Any, tmp_path: Path, mo
     (tmp_path / "mine" / "config.json").write_text(json.dumps({**config, "world_size": 3}))
     paceline("train", "--resume", "mine")
     paceline("train", "--resume", "mine", "--workers", "2")
-    assert asked == [3, 2]
+    assert asked == [3, 2] and servers[0].delay is None
     assert paceline("train", "--resume", "mine", "--workers", "1").code == 0
+    slow = {"world_size": 3, "delay": "1 slow(worker=2, factor=3)", "delay_unit": "8ms", "servers": 1}
+    (tmp_path / "mine" / "config.json").write_text(json.dumps({**config, **slow}))
+    paceline("train", "--resume", "mine")
+    paceline("train", "--resume", "mine", "--delay", "2")
+    assert [each.delay for each in servers[-2:]] == [(slow["delay"], 0.008), ("2", 0.008)]
+    (tmp_path / "mine" / "config.json").write_text(json.dumps({**config, **slow, "servers": 2}))
+    assert "2 servers" in paceline("train", "--resume", "mine").err  # the model has fewer tensors
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["train", "--help"], ["bench"], ["study"]])

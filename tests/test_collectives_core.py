@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 pytest.importorskip("paceline.native._core", reason="the compiled module was not built")
 
 from quick import in_turn, quick
-from shared_ranks import Array, address, folded, numbers, run_ranks
+from shared_ranks import Array, DirectoryStore, address, folded, numbers, run_ranks
 
 from paceline.collectives.core import DTYPES, REDUCTIONS, SharedGroup, Ticket
-from paceline.errors import UsageError
+from paceline.errors import LostContactError, UsageError
 from paceline.native import _core
 
 RANKS = [1, 2, 3, 4, 5]
@@ -417,8 +418,6 @@ def test_soak_on_two_groups(tmp_path: Path) -> None:
     rounds, size = 400, 3
 
     def work(first: SharedGroup) -> None:
-        from shared_ranks import DirectoryStore
-
         store = DirectoryStore(tmp_path)
         with SharedGroup(store, size - 1 - first.rank, size, timeout=60, name="second") as second:
             draw, pending = random.Random(1), list[Callable[[], None]]()
@@ -432,6 +431,24 @@ def test_soak_on_two_groups(tmp_path: Path) -> None:
                 check()
 
     run_ranks(work, size, tmp_path)
+
+
+def test_one_that_watches_does_not_wait_in_vain(tmp_path: Path) -> None:
+    """Torch prints a warning of each wait at a store that ends without the key."""
+
+    class Impatient(DirectoryStore):
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            assert self.check(keys)
+
+    looks = []
+
+    def watch() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            raise LostContactError("rank 0 died")
+
+    with pytest.raises(LostContactError):
+        SharedGroup(Impatient(tmp_path), 1, 2, timeout=60, name="group", watch=watch)
 
 
 # Wrong calls --------------------------------------------------------------------------------------------------

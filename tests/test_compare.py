@@ -23,6 +23,7 @@ from paceline.comparing.options import ONE_WORKER, CompareOptions
 from paceline.record.metrics import MetricsWriter, read_metrics
 from paceline.record.timeline import Kind, TimelineWriter, read_timeline, timeline_file
 from paceline.report.groups import group, summarise
+from paceline.report.material import gather
 from paceline.report.runs import read_run
 from paceline.training.on_workers import WorkersFailed
 
@@ -248,13 +249,19 @@ def test_a_virtual_worker_that_fails_is_dead_in_the_timeline(paceline: Any) -> N
 
 
 def test_policies_are_compared_on_real_workers(paceline: Any, tmp_path: Path) -> None:
-    found = paceline("compare", *TINY, "--policies", "all-reduce", "async", "--out", "c", "--json")
+    delay = ["--delay", "1+exp(0.5) slow(1, 2)", "--delay-unit", "1ms"]
+    found = paceline("compare", *TINY, *delay, "--policies", "all-reduce", "async", "--out", "c", "--json")
     check_comparison(tmp_path / "c", found, ["all-reduce", "async"])
-    for run in ("all-reduce", "async"):
-        lines = list(read_metrics(tmp_path / "c" / run / "seed-0" / "metrics.jsonl"))
+    delays = {"one worker": "1+exp(0.5)"}  # without what it says of the others
+    for run in gather(tmp_path / "c").runs:
+        wanted = delays.get(run.policy, "1+exp(0.5) slow(worker=1, factor=2)")
+        assert [run.config[name] for name in ("delay", "delay_unit", "servers", "script")] == [wanted, "1ms", 1, None]
+        assert f"--delay '{wanted}' --delay-unit 1ms" in (run.command or "")
+    for name in ("all-reduce", "async"):
+        lines = list(read_metrics(tmp_path / "c" / name / "seed-0" / "metrics.jsonl"))
         assert {line["worker"] for line in lines if line["event"] == "joined"} == {0, 1}
         assert {(line["worker"], line["dead"]) for line in lines if line["event"] == "left"} == {(0, False), (1, False)}
-        assert len(list((tmp_path / "c" / run / "seed-0" / "checkpoints").glob("*.safetensors"))) == 1
+        assert len(list((tmp_path / "c" / name / "seed-0" / "checkpoints").glob("*.safetensors"))) == 1
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

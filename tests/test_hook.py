@@ -22,6 +22,7 @@ def test_hooks_train_like_torchs_own_and_remember(tmp_path: Path) -> None:
         assert found["whole"]["hook"] == found["resumed"]["hook"]
         for codec, (anew, never_stopped) in found["anew"].items():
             assert anew == never_stopped, codec
+        assert found["scaled"] == [found["whole"]["model"], found["twice"]]
         assert any(any(state["residual"]) for state in found["whole"]["hook"].values())
         assert 0 < found["whole"]["bytes"] < 5 * 4 * 363 / 2
 

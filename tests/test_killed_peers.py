@@ -129,6 +129,26 @@ Path("left").touch()
     assert run(bench, source, 2, server=ServerOptions(respawn=True)).code == 0
 
 
+def test_one_killed_before_it_joins_a_run_that_ends(bench: Bench) -> None:
+    """It came in the place of another; nobody waits for it."""
+    source = TOLD.replace('report("joined"', 'if not (rank == 1 and place.incarnation): report("joined"')
+    source += """
+if rank == 1 and place.incarnation == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:
+    Path("again").touch()
+    wait_for("left-0"), wait_for("left-2")
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for("again")
+report("left")
+time.sleep(0.1)
+Path(f"left-{rank}").touch()
+time.sleep(0.5)
+"""
+    ended = bench.run(source, 3, server=ServerOptions(respawn=True))
+    assert ended.code == 0, ended.err
+
+
 def test_who_comes_too_late_does_not_end_the_session_after_it(bench: Bench) -> None:
     """Its own session is over. The others are in the next one, which goes on without it."""
     source = """
@@ -186,7 +206,7 @@ inputs = torch.randn(120, 6)
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True), torch.arange(120))
 model = nn.Linear(6, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-first = not Path("killed").exists()
+first, made = not Path("killed").exists(), 0
 ledger = open(f"ledger-{rank}-{os.getpid()}", "w")
 with paceline.join(model, optimizer, policy=os.environ["WANTED"], seed=1, run="run") as session:
     for epoch in session.epochs(1_000_000):
@@ -200,8 +220,9 @@ with paceline.join(model, optimizer, policy=os.environ["WANTED"], seed=1, run="r
                 step.record(loss=loss)
                 loss.backward()
             if not step.cancelled:
+                made += 1
                 print(json.dumps([epoch, session.steps, samples.tolist()]), file=ledger, flush=True)
-        if session.mean(float(session.world_size == 3 and not first)) > 0:
+        if session.mean(float(session.world_size == 3 and not first and made > 0)) > 0:
             Path("enough").write_text(str(epoch + 1))
         if session.mean(float(Path("enough").exists())) == 1:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ EVERY = {
     "qsgd": "qsgd(levels=7, bucket=8, raw_below=0)",
     "sign": "sign(bucket=8)",
     "top-k": "top-k(density=0.25)",
+    "sparse-ternary": "sparse-ternary(density=0.25)",
     "threshold": "threshold(tau=0.2)",
     "power-sgd": "power-sgd(rank=1)",
 }
@@ -356,6 +358,16 @@ def test_what_cannot_be_is_refused_in_one_line(policy: str, codec: str, servers:
     with pytest.raises(UsageError, match=reason) as error:
         CommitRule.of(cast(ServerPolicy, parse_policy(policy)), parse_codec(codec), servers=servers)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("codec", "momentum"), [("sign(both=true)", 0.9), ("sign(both=true)", 0.0), ("sign", 0.9)])
+def test_signs_on_both_ways_are_refused_with_momentum(codec: str, momentum: float) -> None:
+    model = Quadratic()
+    train_state = TrainState(model=model, optimizers=[SGD(model.parameters(), lr=0.1, momentum=momentum)])
+    rule = CommitRule.of(cast(ServerPolicy, parse_policy("sync")), parse_codec(codec))
+    refused = pytest.raises(UsageError, match="momentum multiplies them")
+    with refused if momentum and "both" in codec else contextlib.nullcontext():
+        rule.check_optimizers(train_state)
 
 
 def test_codecs_that_remember_nothing_go_with_gradient_coding() -> None:

@@ -213,6 +213,7 @@ def test_messages_that_no_worker_should_send(case: tuple[int, str | None]) -> No
             sent = turns = 0
             while sent < count:
                 if turns == 20:
+                    cluster.until(lambda: len(cluster.host.commits) > 0)  # the first one imports 200 MB of torch
                     before = resident()
                 where = sealed_address if turns % 2 else None
                 sent += attack_as_stranger(cluster, source, 10, where)

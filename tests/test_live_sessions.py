@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -274,8 +275,10 @@ def test_a_grad_scaler(enabled: bool) -> None:
 
 def test_workers_that_wait_for_different_means_are_told_so() -> None:
     """One has used up an epoch, the other is still in it: a mean of both would never be."""
+    both = threading.Barrier(2)  # one that is alone has a mean of its own
 
     def work(session: WorkerSession, own: TrainState) -> None:
+        both.wait()
         batches = session.batches(DATA, 12)
         if session.rank == 0:
             for inputs, _ in batches:

@@ -20,7 +20,13 @@ from paceline.store.packets import PartPackets, PushPackets
 from paceline.store.partition import layouts_of
 
 SHAPES = (5, 2, 9)
-FEEDBACK = ["sign(bucket=8)", "top-k(density=0.2)", "threshold(tau=2.0)", "power-sgd(rank=1)"]
+FEEDBACK = [
+    "sign(bucket=8)",
+    "top-k(density=0.2)",
+    "sparse-ternary(density=0.2)",
+    "threshold(tau=2.0)",
+    "power-sgd(rank=1)",
+]
 EVERY = [*FEEDBACK, "cast(to=fp8)", "qsgd(levels=3, bucket=8, raw_below=0)"]
 VALUES = st.lists(st.integers(-9, 9), min_size=sum(SHAPES), max_size=sum(SHAPES)).map(
     lambda numbers: torch.tensor(numbers, dtype=torch.float32)

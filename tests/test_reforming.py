@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import paceline
 from paceline import native
 from paceline.errors import CommError, LostContactError, OutOfStepError
 from paceline.launch.roster import Member
+from paceline.record.checkpoint import CheckpointFolder
 from paceline.record.metrics import read_metrics
 from paceline.sessions.peers import PeersSession
 
@@ -396,6 +398,130 @@ def test_what_is_exchanged_in_the_background_dies_with_nobody(policy: str, monke
     world(3, lambda life: train(life, policy, die_before=5, epochs=1))
     again = sum(len(samples) for life in world.lives for _, samples, _ in life.used) - SAMPLES
     assert again <= 3 * 4, "a batch of each worker, or two of the one that died"
+
+
+@pytest.mark.parametrize("policy", ["local-sgd(every=6)", "diloco(every=6)"])
+def test_what_a_worker_learned_before_a_checkpoint_is_owed_too(policy: str, tmp_path: Path) -> None:
+    """A run is cut between two exchanges and resumed; then a worker dies, and all since the exchange dies with it."""
+
+    def work(life: Life, *, resume: bool) -> Any:
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        options: dict[str, Any] = {"policy": policy, "run": tmp_path, "save_every": 4, "resume": resume}
+        with paceline.join(model, optimizer, seed=1, **options) as session:
+            for _, samples in session.batches(DATA, 4, epochs=2):
+                if session.steps == 5 if resume and life.member == Member(1) else session.steps == 4 and not resume:
+                    raise Killed
+                with session.step() as step:
+                    backward(model(INPUTS[samples]).square().mean())
+                if not step.cancelled:
+                    life.used.append((0, samples.tolist(), session.steps))
+        return session._data.owed
+
+    cut, resumed = mortals(), mortals()
+    cut(2, lambda life: work(life, resume=False))
+    (owed,) = resumed(2, lambda life: work(life, resume=True))
+    survivor = [world.lives[0] for world in (cut, resumed)]
+    times = Counter(sample for life in survivor for _, samples, _ in life.used for sample in samples)
+    assert times + Counter(owed) == dict.fromkeys(range(SAMPLES), 2)
+
+
+def test_batches_of_another_size_are_owed_as_they_were(world: Mortals) -> None:
+    """A script may have larger batches in later epochs, and an exchange may be due after several of them."""
+
+    def work(life: Life) -> Any:
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with paceline.join(model, optimizer, policy="local-sgd(every=99)", seed=1) as session:
+            for epoch in session.epochs(4):
+                for x, samples in session.batches(DATA, 4 * (epoch + 1)):
+                    if epoch == 1 and life.member == Member(1):
+                        raise Killed
+                    own = session._data.batch is not None and session._data.batch.examples != 0  # no borrowed sample
+                    with session.step() as step:
+                        backward(model(x).square().mean())
+                    if own and not step.cancelled:
+                        life.used.append((epoch, samples.tolist(), session.steps))
+        return session._data.owed
+
+    owed = world(3, work)[0]
+    lives = [life for life in world.lives if not life.killed]
+    times = Counter(sample for life in lives for _, samples, _ in life.used for sample in samples)
+    assert times + Counter(owed) == dict.fromkeys(range(SAMPLES), 4)
+
+
+@pytest.mark.parametrize("policy", ["local-sgd(every=3)", "gossip", "all-reduce"])
+def test_all_know_what_is_saved_when_worker_0_dies_while_it_saves(
+    world: Mortals, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last step, before an evaluation: else one would save once more and another would not."""
+    write = CheckpointFolder.write
+    killed: list[int] = []
+
+    def die_once(folder: CheckpointFolder, step: int, state: Any) -> Path:
+        if step == 5 and not killed:
+            killed.append(step)
+            raise Killed
+        return write(folder, step, state)
+
+    monkeypatch.setattr(CheckpointFolder, "write", die_once)
+    options: dict[str, Any] = {"run": tmp_path, "save_every": 5, "epochs": 1, "evaluate": True}
+    found = world(3, lambda life: train(life, policy, **options))
+    assert killed and len(found) == 2
+    check(world, found, epochs=1)
+    assert [file.stem for file in (tmp_path / "checkpoints").glob("step-*")] == ["step-0000000005"]
+
+
+def test_one_that_joins_after_the_last_step_knows_what_is_saved(world: Mortals, tmp_path: Path) -> None:
+    """It is let in before the loop finds that no batch is left."""
+    nearly_done = threading.Event()
+
+    def work(life: Life) -> Any:
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        options: dict[str, Any] = {"policy": "local-sgd(every=1)", "run": tmp_path / "run", "save_every": 1}
+        if life.member.incarnation:
+            nearly_done.wait()
+        with paceline.join(model, optimizer, seed=1, **options) as session:
+            assert isinstance(session, PeersSession)
+            for x, _ in session.batches(DATA, 5, epochs=1):
+                if session.steps == 2 and life.member == Member(1):
+                    raise Killed
+                if session._data.consumed == SAMPLES - 10 and session._forming is not None:
+                    nearly_done.set()
+                    while not session._forming.has_news():
+                        session._forming._hear()
+                with session.step():
+                    backward(model(x).square().mean())
+        return session.world_size, session.steps
+
+    found = world(2, work, respawn=True)
+    assert {size for size, _ in found} == {2} and len({steps for _, steps in found}) == 1
+
+
+def test_others_are_let_in_by_one_that_had_to_begin_twice(world: Mortals) -> None:
+    """One dies while all begin; the others begin anew, and later let in those that come."""
+
+    def work(life: Life) -> Any:
+        model = nn.Linear(6, 1)
+        with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.05), seed=1) as session:
+            for x, _ in session.batches(DATA, 4, epochs=1000):
+                if session.steps == 8 and life.member == Member(1):
+                    raise Killed
+                with session.step():
+                    backward(model(x).square().mean())
+                if session.mean(float(life.member == Member(1, 1))) > 0:
+                    return True
+        return False
+
+    assert all(world(3, work, at_call({(2, 1, 6): "die before"}), respawn=True))
+
+
+def test_a_death_at_the_start_is_told(world: Mortals, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr("paceline.sessions.reforming.report", lambda event, **values: told.append(values))
+    world(3, lambda life: train(life, epochs=1), at_call({(2, 1, 6): "die before"}))
+    assert {(each["step"], each["workers"], *each["died"]) for each in told} == {(0, 2, 2)}
 
 
 @pytest.mark.parametrize("topology", ["ring", "random-pairs"])

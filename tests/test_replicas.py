@@ -14,6 +14,7 @@ from replicas import CASE, REPLICAS, agree, plain, take_turn, train
 from same_bits import assert_same
 from test_many_resume import WithStatistics
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import CommError, NonFiniteLossError, UsageError
@@ -285,6 +286,24 @@ def test_accumulated_batches_are_one_step(world: World, policy: str) -> None:
 
     whole = world(2, lambda group: work(group, 1))[0]
     torch.testing.assert_close(world(2, lambda group: work(group, 2))[0], whole)
+
+
+@every_policy
+def test_a_grad_scaler_may_have_an_empty_batch(world: World, policy: str) -> None:
+    """The last sample of nine is that of one worker of four; the others have no gradients then."""
+
+    def work(group: Any) -> Tensor:
+        model = nn.Linear(1, 1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        with paceline.join(model, plain(model), policy=policy, group=group, scaler=scaler, seed=1) as session:
+            for (x,) in session.batches(TensorDataset(torch.ones(9, 1)), 2, epochs=2):
+                with session.step() as step:
+                    step.record(loss=1.0)
+                    backward(scaler.scale(model(x).sum()))
+        return model.weight.detach()
+
+    one, *others = world(4, work)
+    assert all(torch.equal(one, other) for other in others)
 
 
 @every_policy

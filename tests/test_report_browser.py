@@ -193,10 +193,13 @@ def test_another_run_and_another_scale_are_shown(browser: Browser, report: str) 
         before = page.run("document.querySelector('path.line').getAttribute('d')")
         press(page, "linear")
         assert page.run("document.querySelector('path.line').getAttribute('d')") != before
-        assert page.run("[...document.querySelectorAll('.timeline ~ details tbody tr')].length") == 4
+        rows = "[...document.querySelectorAll('.timeline-row')].map((each) => each.querySelectorAll('tbody tr').length)"
+        assert page.run(rows) == [4, 4], "a second policy is beside the first"
+        names = page.run("[...document.querySelectorAll('.printed')].map((each) => each.textContent)")
+        assert len(set(names)) == 2 and all(names)
         page.run("document.querySelector('select').value = 0")
         page.run("document.querySelector('select').dispatchEvent(new Event('change'))")
-        assert page.run("[...document.querySelectorAll('.timeline ~ details tbody tr')].length") == 1
+        assert page.run(rows) == [1, 4]
         page.run("document.querySelectorAll('select')[1].value = 4")
         page.run("document.querySelectorAll('select')[1].dispatchEvent(new Event('change'))")
         page.run("Paceline.shownTimelines[1].zoom(0.5)")

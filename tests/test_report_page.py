@@ -27,6 +27,7 @@ from paceline.report.look import COLOURS
 from paceline.report.material import gather
 from paceline.report.page import as_embedded_json, write_report
 from paceline.report.plots import draw
+from paceline.report.runs import read_run
 from paceline.report.series import Axis, Series
 from paceline.report.spans import MIXTURE, merge, merge_to, pack
 from paceline.report.view import view_of
@@ -226,13 +227,36 @@ def test_a_trace_has_a_process_for_each_run_and_a_thread_for_each_worker(name: s
     data = write_trace(material, tmp_path / name).read_bytes()
     events = json.loads(gzip.decompress(data) if name.endswith("gz") else data)["traceEvents"]
     named = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert len(named) == 1 + 4 * 4 and named[2, 3] == "worker 3"
+    assert len(named) == 1 + 4 * 4 and named[3, 4] == "worker 3"
     spans = [event for event in events if event["ph"] == "X"]
-    assert all(isinstance(event[key], int) for event in spans for key in ("ts", "dur", "pid", "tid"))
     run = material.runs[2]
-    computing = sum(event["dur"] for event in spans if event["pid"] == 2 and event["name"] == "computing")
+    computing = sum(event["dur"] for event in spans if event["pid"] == 3 and event["name"] == "computing")
     assert computing / 1e6 == pytest.approx(run.seconds_by_kind["computing"], rel=1e-3)
     assert {event["name"] for event in events if event["ph"] == "i"} == {"joined", "left"}
+
+
+def test_a_trace_is_as_the_format_of_trace_events_wants_it(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "one"))
+    run.timeline[0]["duration"][1:-1] *= 1.01  # now each overlaps the next
+    run.timeline[1]["start"] -= 1e-6
+    trace = json.loads(write_trace(gather([run]), tmp_path / "trace.json").read_bytes())
+    assert set(trace) == {"displayTimeUnit", "traceEvents"} and trace["displayTimeUnit"] in ("ms", "ns")
+    wanted = {"X": {"ts", "dur", "args"}, "i": {"ts", "s"}, "M": {"args"}}
+    for event in trace["traceEvents"]:
+        assert set(event) == {"ph", "name", "pid", "tid"} | wanted[event["ph"]]
+        assert all(type(event[key]) is int and event[key] >= 0 for key in ("pid", "tid", "ts", "dur") if key in event)
+        assert event["pid"] > 0 and (event["tid"] > 0 or event["name"] == "process_name")
+        assert event.get("s", "t") == "t"
+    metadata = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert {event["name"]: set(event["args"]) for event in metadata} == {
+        "process_name": {"name"},
+        "thread_name": {"name"},
+        "thread_sort_index": {"sort_index"},
+    }
+    for thread in {event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"}:
+        spans = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == thread]
+        ends = [event["ts"] + event["dur"] for event in spans]
+        assert len(spans) > 2 and all(end <= after["ts"] for end, after in zip(ends, spans[1:], strict=False))
 
 
 def test_a_figure_is_of_the_formats_that_its_files_name(tmp_path: Path) -> None:

@@ -120,12 +120,20 @@ def impossible_records(path: Path) -> None:
             lambda path: (path / "config.json").unlink(),
             "It has no config.json, so its policy and options are not known.",
         ),
+        (
+            lambda path: (path / "config.json").write_text("{"),
+            "config.json is broken: it is no JSON",
+        ),
+        (
+            lambda path: (path / "config.json").write_text("[]"),
+            "wanted a JSON object, found list; so its policy and options are not known.",
+        ),
         (lambda path: (path / "metrics.jsonl").unlink(), "It ended before anything was measured."),
         (lambda path: (path / "metrics.jsonl").write_text(""), "It ended before anything was measured."),
         (lambda path: [file.unlink() for file in (path / "timeline").iterdir()], "It has no timeline of its workers."),
-        (newer_timeline, "was it made by a newer Paceline?"),
-        (half_lines, "4 lines of metrics.jsonl are broken and left out."),
-        (impossible_records, "3 records of its timeline are broken and left out."),
+        (newer_timeline, "a newer Paceline may have made it."),
+        (half_lines, "Lines of metrics.jsonl that are broken and left out: 4."),
+        (impossible_records, "Records of its timeline that are broken and left out: 3."),
         (lambda path: rewrite(path / "config.json", paceline="99.1"), "It was written by Paceline 99.1; this is"),
         (lambda path: rewrite(path / "config.json", train=[3], seed="x", world_size=None, policy={}), ""),
     ],
@@ -148,8 +156,6 @@ def test_what_is_broken_in_a_run_is_told(damage: Callable[[Path], object], note:
             lambda path: [path.rename(path.with_name("gone")), path.mkdir(), (path / "note.txt").touch()],
             "holds no run: wanted config.json or",
         ),
-        (lambda path: (path / "config.json").write_text("{"), "is broken: it is no JSON"),
-        (lambda path: (path / "config.json").write_text("[]"), "wanted a JSON object, found list"),
         (lambda path: rewrite(path / "config.json", format=2, paceline="9.0"), "has the format 2 of Paceline 9.0"),
     ],
 )
@@ -275,8 +281,23 @@ def test_the_command_to_run_again_leaves_out_what_the_command_does_anyway() -> N
     config = {"world_size": 2, "train": {**train, "schedule": schedule, "evaluate": False, "model": None}}
     wanted = "paceline train digits --workers 2 --policy async --seed 3 --normalise --warmup gradual"
     assert command_again(config) == wanted
-    assert command_again({"command": ["paceline", "train", "a b"]}) == "paceline train 'a b'"
+    assert command_again({**config, "virtual": True}) is None
     assert command_again({"train": {"problem": 3}}) is None
+
+
+def test_the_command_to_run_again_has_the_delay_the_servers_and_the_script() -> None:
+    launch = {"world_size": 4, "delay": "1+exp(0.5)", "delay_unit": "8ms"}
+    options = "--workers 4 --servers 2 --delay '1+exp(0.5)' --delay-unit 8ms"
+    train = {"problem": "digits", "policy": "async", "keep": 3}
+    assert command_again({**launch, "servers": 2, "train": train}) == f"paceline train digits {options} --policy async"
+    script = {"script": ["my script.py", "--lr", "1"], "policy": "async", "codec": "sign", "servers": 1}
+    options = options.replace(" --servers 2", "")
+    assert command_again({**launch, **script}) == (
+        f"paceline run {options} --policy async --codec sign 'my script.py' --lr 1"
+    )
+    learners = {"world_size": 6, "policy": "sma(learners=3)", "script": ["a.py"]}
+    assert command_again(learners) == "paceline run --workers 2 --policy 'sma(learners=3)' a.py"
+    assert command_again({"policy": "of another version", "script": ["a.py"]}) is not None
 
 
 def test_kinds_of_a_timeline_that_is_read_twice_stay_the_same(tmp_path: Path) -> None:

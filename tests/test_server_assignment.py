@@ -110,10 +110,10 @@ def test_a_local_worker_has_a_rank_and_a_place(given_variables: Callable[..., No
 
 
 def test_a_server_has_no_rank_and_no_world(given_variables: Callable[..., None]) -> None:
-    process_environment = ProcessEnvironment(workers=2, port=1, assignment=replace(PLACE, delay=("1", 0.1)), base=OUTER)
-    given_variables(process_environment.server(bind="0.0.0.0:0"))
+    place = replace(PLACE, delay=("1", 0.1))  # which it writes down
+    given_variables(ProcessEnvironment(workers=2, port=1, assignment=place, base=OUTER).server(bind="0.0.0.0:0"))
     assert read_world() is None, "and no complaint about half a world"
-    assert take_server_assignment() == replace(PLACE, role="server", bind="0.0.0.0:0", workers=2)
+    assert take_server_assignment() == replace(place, role="server", bind="0.0.0.0:0", workers=2)
     assert read_world() is None
     assert "RANK" not in os.environ and "LOCAL_RANK" not in os.environ
 

@@ -15,11 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.bench.two_hosts import Host, NotPossibleError, two_hosts
+
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.append(str(REPOSITORY / "benchmarks"))
-
-from two_hosts import Host, NotPossibleError, two_hosts  # noqa: E402
-
 pytestmark = pytest.mark.processes
 
 # Workers that pause tell of each step, and after some do not go on before they may.

@@ -81,7 +81,7 @@ def test_the_server_runs_the_same_command_and_shares_a_place(bench: Bench) -> No
     assert sorted(line for line in lines if "same" not in line) == [
         "[0] worker 2 0 2 ('1+exp(0.5)', 0.04)",
         "[1] worker 2 1 2 ('1+exp(0.5)', 0.04)",
-        "[server] server 2 None 2 None",
+        "[server] server 2 None 2 ('1+exp(0.5)', 0.04)",
     ]
     (shared,) = {line.partition("] ")[2] for line in lines if "same" in line}
     assert shared.startswith("same ipc://@paceline-")

@@ -437,6 +437,7 @@ CODECS = [  # so that something of the small model is coded, and something waits
     "sign(bucket=8)",
     "top-k(density=0.3, warm_up=2)",
     "top-k(density=0.2, momentum=0.5, clip=1.0)",
+    "sparse-ternary(density=0.2)",
     "threshold(tau=0.05, adaptive=0.2)",
     "power-sgd(rank=1)",
 ]

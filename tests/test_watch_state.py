@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.record.run import Run
+from paceline.record.run import Run, take_lock
 from paceline.record.timeline import RECORD, Kind, Records, TimelineWriter, timeline_file
 from paceline.report.live.history import SPANS, History, Update
 from paceline.report.live.run import ROWS, LiveRun
 from paceline.report.live.strips import CELL, CELLS, KINDS, Strip
 from paceline.report.live.watched import Watched
 from paceline.report.live.workers import Workers
+from paceline.report.material import gather
 
 NOW = 1.8e9
 
@@ -390,6 +391,23 @@ def test_a_comparison_shows_the_run_that_goes_on(tmp_path: Path) -> None:
     assert watched.run.path == tmp_path  # nothing outside is read
 
 
+@pytest.mark.parametrize("virtual", [False, True])
+def test_a_comparison_whose_process_is_gone_has_ended_at_once(virtual: bool, tmp_path: Path) -> None:
+    runs = [{"policy": "async", "seed": 0, "run": "async/seed-0", "status": "running", "error": None}]
+    header = {"format": 1, "problem": "digits", "runs": runs, "virtual": virtual}
+    (tmp_path / "comparison.json").write_text(json.dumps(header))
+    watched = Watched(tmp_path)
+    lock = take_lock(tmp_path)
+    watched.look()
+    stages, told = [watched.stage], gather(tmp_path).status
+    lock.close()  # as the kernel does when the process is killed
+    watched.look()
+    assert [*stages, watched.stage] == ["running", "ended"]
+    assert "1 of 1 trainings are left" in (watched.message or "")
+    assert told is not None and told.endswith("0 of 1 runs are made, 1 running.")
+    assert f"1 interrupted. Go on with: paceline compare --resume {tmp_path}" in (gather(tmp_path).status or "")
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -418,7 +436,7 @@ def test_broken_lines_are_told(writing: Writing) -> None:
         file.write("}{\n")
     watched = Watched(writing.path, clock=Clock())
     watched.look()
-    assert watched.message == "1 broken lines of its metrics are left out."
+    assert watched.message == "Lines of its metrics that are broken and left out: 1."
 
 
 def test_looking_leaves_no_file_open(writing: Writing) -> None:

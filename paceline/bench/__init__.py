@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from paceline.bench import codecs, collectives, server, step
+from paceline.bench import codec_steps, codecs, collectives, server, step
 from paceline.bench.measuring import Row, be_worker, read_rows, result_file
 from paceline.launch.supervisor import supervise
 
 # By name: the function that every worker calls with the options, all together.
 BENCHES: dict[str, Callable[..., list[Row]]] = {
     "codecs": codecs.measure,
+    "codec-steps": codec_steps.measure,
     "collectives": collectives.measure,
     "step": step.measure,
     "server": server.measure,
@@ -32,4 +33,6 @@ def run_bench(name: str, workers: int, **options: Any) -> list[Row]:
 
 def be_bench_worker(name: str, options: str, file: str) -> None:
     """Run one worker of ``run_bench``."""
-    be_worker(lambda: BENCHES[name](**json.loads(options)), file, backend="paceline")
+    given = json.loads(options)
+    backend = given.pop("backend", "paceline")
+    be_worker(lambda: BENCHES[name](**given), file, backend=backend)

@@ -30,6 +30,7 @@ CODECS = (
     "top-k",
     "top-k(momentum=0.9)",
     "top-k(sampled=0.01)",
+    "sparse-ternary(density=0.03)",
     "threshold(tau=0.001, adaptive=0.001)",
     "power-sgd(rank=2)",
 )

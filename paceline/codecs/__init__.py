@@ -7,6 +7,7 @@ from paceline.codecs.cast import Cast
 from paceline.codecs.power_sgd import PowerSGD
 from paceline.codecs.qsgd import QSGD
 from paceline.codecs.sign import Sign
+from paceline.codecs.sparse_ternary import SparseTernary
 from paceline.codecs.threshold import Threshold
 from paceline.codecs.top_k import TopK
 from paceline.errors import UsageError
@@ -25,13 +26,14 @@ __all__ = [
     "PendingPackets",
     "PowerSGD",
     "Sign",
+    "SparseTernary",
     "Threshold",
     "TopK",
     "parse_codec",
     "read_codec",
 ]
 
-_ALL: tuple[type[Codec], ...] = (Cast, QSGD, Sign, TopK, Threshold, PowerSGD)
+_ALL: tuple[type[Codec], ...] = (Cast, QSGD, Sign, TopK, SparseTernary, Threshold, PowerSGD)
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _ALL}
 
 

@@ -29,7 +29,7 @@ class Pending(Protocol):
 
 
 class PendingPackets(Protocol):
-    """A gathering under way; its packets are in the order of the ranks."""
+    """A gathering, which may only begin in ``wait``; its packets are in the order of the ranks."""
 
     def wait(self) -> Sequence[Tensor]: ...
 
@@ -45,7 +45,7 @@ class Collective(Protocol):
         """Start summing a tensor over all ranks, in place."""
 
     def gather_packets(self, packet: Tensor) -> PendingPackets:
-        """Start giving every rank the packets of all, whose sizes may differ."""
+        """Give every rank the packets of all, whose sizes may differ."""
 
 
 class Reduction:
@@ -169,6 +169,11 @@ class CodecState(ABC, Generic[C]):
         """Make the result of a reduction from the packets of all ranks."""
         for number, packet in enumerate(packets):
             self.decode(packet, flat, add=number > 0)
+
+    @property
+    def has_unit(self) -> bool:
+        """Whether the codec has numbers in the unit of the values: what it remembers, or an option."""
+        return bool(self.memory)
 
     # For users --------------------------------------------------------------------------------------------------------
 

@@ -74,6 +74,10 @@ class TopKState(CodecState[TopK]):
         if codec.momentum:
             self.memory["momentum"] = torch.zeros(parts.count)
 
+    @property
+    def has_unit(self) -> bool:
+        return super().has_unit or self.codec.clip > 0
+
     def most_bytes(self, piece: Part) -> int:
         count = piece.count  # all, since the density may be that of the warm-up
         return 4 + rice.most_bytes(count, piece.count) + 4 * count

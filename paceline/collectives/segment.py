@@ -29,6 +29,7 @@ _DESCRIPTORS_PER_MESSAGE = 200
 _HELLO_BYTES = 256
 _LONGEST = 1e9  # seconds, 30 years; sockets and stores refuse much longer timeouts
 _LOOK = 0.1  # seconds between two calls of a watch
+_SHORT_LOOK = 0.002  # the same, where a look is cheap
 _TIME_TO_START_AGAIN = 60.0  # seconds for rank 0 to come after another one, if all were started again
 
 
@@ -37,6 +38,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> object: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> object: ...
+    def check(self, keys: list[str], /) -> bool: ...
     def get(self, key: str, /) -> bytes: ...
 
 
@@ -139,15 +141,15 @@ def _meet_rank_0(greeting: Mapping[str, str], rank: int, size: int, own: int, de
 
 
 def _told(store: Store, key: str, deadline: float, lateness: str, watch: Watch) -> bytes:
-    while True:
+    # Looks, where there is something to watch: torch prints a warning of each wait that ends without the key.
+    while watch is not watch_nothing and time.monotonic() < deadline and not store.check([key]):
         watch()
-        try:
-            store.wait([key], timedelta(seconds=_until(deadline, watch)))
-        except RuntimeError as error:
-            if time.monotonic() >= deadline:
-                raise CommError(f"{lateness}, whose address is not in the store; is it running? ({error})") from error
-        else:
-            return store.get(key)
+        time.sleep(_SHORT_LOOK)
+    try:
+        store.wait([key], timedelta(seconds=_until(deadline, watch_nothing)))
+    except RuntimeError as error:
+        raise CommError(f"{lateness}, whose address is not in the store; is it running? ({error})") from error
+    return store.get(key)
 
 
 def _until(deadline: float, watch: Watch) -> float:

@@ -205,9 +205,10 @@ def train(
     from paceline.training.train import TrainConfig, check_config, load_config_problem
 
     if resume is not None:
-        given = _typed(context, {**options, "workers": workers})
+        launch = {"workers": workers, "servers": servers, "delay": delay, "delay_unit": delay_unit}
+        given = _typed(context, {**options, **launch})
         options = {**_saved_options(resume), **given, "run": resume, "resume": True}
-        workers = options.pop("workers")
+        workers, servers, delay, delay_unit = (options.pop(name) for name in launch)
     if workers < 1:
         raise UsageError(f"--workers must be at least 1, got {workers}")
     schedule = _schedule_config(options)
@@ -333,8 +334,11 @@ def _is_on_command_line(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
 
 
+_LAUNCH: dict[str, Any] = {"servers": 1, "delay": None, "delay_unit": None}  # of a run in one process
+
+
 def _saved_options(run: str) -> dict[str, Any]:
-    """Read the options of a run of ``paceline train``, with its number of workers."""
+    """Read the options of a run of ``paceline train``, with its number of workers and servers, and their delay."""
     from paceline.schedules import ScheduleConfig
     from paceline.training.train import TrainConfig
 
@@ -343,7 +347,8 @@ def _saved_options(run: str) -> dict[str, Any]:
         config = json.loads(file.read_text())
         saved: dict[str, Any] = dict(config["train"])
         processes = int(config["world_size"]) // processes_per_worker(saved["policy"])
-        workers = 1 if read_world() is not None else processes  # 1: a launcher has started the others
+        others_start = read_world() is not None  # another launcher: it has started all processes, as it wants them
+        launch = {} if others_start else {name: config[name] for name in _LAUNCH if name in config}
         schedule = dict(saved.pop("schedule"))
         schedule["decay_epochs"] = ",".join(str(epoch) for epoch in schedule["decay_epochs"])
         known = {field.name for kind in (TrainConfig, ScheduleConfig) for field in dataclasses.fields(kind)}
@@ -351,7 +356,7 @@ def _saved_options(run: str) -> dict[str, Any]:
             raise ValueError("options of another version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise not_a_run(file) from error
-    return {**saved, **schedule, "workers": workers}
+    return {**saved, **schedule, **_LAUNCH, **launch, "workers": 1 if others_start else processes}
 
 
 def _free_run(problem: str) -> str:
@@ -551,25 +556,43 @@ def bench_step(models: tuple[str, ...], rounds: int, steps: int, quick: bool, as
 
 @bench.command("codecs")
 @click.option("--models", multiple=True, default=("mlp", "net3"), show_default=True)
-@click.option("--rounds", type=int, default=15, show_default=True)
+@click.option("--links", multiple=True, default=("10Gbit/s", "1Gbit/s", "100Mbit/s", "10Mbit/s"), show_default=True)
+@click.option("--rounds", type=int, default=15, show_default=True, help="Of encoding and decoding.")
+@click.option("--steps", type=int, default=3, show_default=True, help="Of each codec on each link.")
 @click.option("--quick", is_flag=True, help="A run of seconds, to see that it works; measures nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def bench_codecs(models: tuple[str, ...], rounds: int, quick: bool, as_json: bool) -> None:
-    """Time all codecs on one core, against torch's own communication hooks."""
+def bench_codecs(
+    models: tuple[str, ...], links: tuple[str, ...], rounds: int, steps: int, quick: bool, as_json: bool
+) -> None:
+    """Time all codecs on one core, against torch's own hooks; then whole steps on this host and over links."""
     from paceline.bench import run_bench
+    from paceline.bench.codec_steps import over_links
+    from paceline.bench.codecs import CODECS
+    from paceline.quantities import BANDWIDTHS, read_quantity
     from paceline.report.table import print_table
 
     _check_models(models)
-    if rounds < 1:
-        raise UsageError(f"--rounds must be at least 1, got {rounds}")
+    if min(rounds, steps) < 1:
+        raise UsageError(f"--rounds and --steps must be at least 1, got {rounds} and {steps}")
+    for link in links:
+        read_quantity(link, BANDWIDTHS)
     if quick:
-        models, rounds = ("net3",), 1
+        models, links, rounds, steps = ("net3",), links[:1], 1, 1
     rows = run_bench("codecs", 1, models=models, rounds=rounds)
+    options = {"models": models, "codecs": CODECS, "rounds": steps}
+    found = over_links(run_bench("codec-steps", 2, **options, links=()), links, **options)
     if as_json:
-        print(json.dumps({"rounds": rounds, "rows": rows}))
+        print(json.dumps({"rounds": rounds, "rows": rows, "steps": found.rows, "modelled": found.modelled}))
         return
     rates = {"encode_gb_s": ".2f", "decode_gb_s": ".2f", "reduce_ms": ".2f"}
     print_table(rows, {"model": "", "megabytes": ".1f", "way": "", "bytes": "d", "ratio": ".1f", **rates})
+    how = "measured" if found.modelled is None else f"by the link model: {found.modelled}"
+    print(f"\nA step of all-reduce on two workers, in ms: on this host, and over links ({how})")
+    table = [{**row, **row["links"], "pays below": row["pays_below"]} for row in found.rows]
+    print_table(
+        table,
+        {"model": "", "way": "", "bytes": "d", "step_ms": ".1f", **dict.fromkeys(links, ".1f"), "pays below": ""},
+    )
 
 
 @bench.command("server")

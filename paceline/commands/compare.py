@@ -123,7 +123,18 @@ def _begun(out: Path | None, options: dict[str, Any]) -> tuple[Comparison, Probl
     checked = CompareOptions(policies=tuple(filter(None, policies)) or _DEFAULT, **options)
     problem = checked.check()
     path = out or free_directory("out", lambda number: f"runs/compare-{problem.name}-{number}")
-    return Comparison.begin(path, checked, problem, ["paceline", *sys.argv[1:]]), problem
+    return Comparison.begin(path, checked, problem, ["paceline", *_without_out(sys.argv[1:])]), problem
+
+
+def _without_out(arguments: Sequence[str]) -> list[str]:
+    """The arguments for another directory: this one will hold a comparison.
+
+    >>> _without_out(["compare", "--out", "runs/a", "--seeds", "2", "--out=runs/b"])
+    ['compare', '--seeds', '2']
+    """
+    before = ["", *arguments]
+    pairs = zip(before, arguments, strict=False)
+    return [each for last, each in pairs if "--out" not in (last, each) and not each.startswith("--out=")]
 
 
 def _resumed(context: click.Context, path: Path) -> tuple[Comparison, Problem]:

@@ -101,7 +101,7 @@ def _show_here(watched: Watched, export: TensorBoardExport | None) -> None:
 
     console = Console()
     if not watched.path.exists():
-        console.print(f"there is no {watched.path} yet; waiting for the run to begin (Ctrl-C ends)", highlight=False)
+        console.out(f"there is no {watched.path} yet; waiting for the run to begin (Ctrl-C ends)", highlight=False)
     watch_in_terminal(watched, console, _looks(watched, export, lambda: watched.stage == "ended"))
 
 

@@ -13,6 +13,7 @@ from paceline.comparing.virtual import train_virtually
 from paceline.errors import PacelineError
 from paceline.interrupts import answered
 from paceline.problems import Problem
+from paceline.record.run import take_lock
 
 Tell = Callable[[str, int, int], None]  # what is trained, and how much is done, of how much
 _PARTS = 1000  # of a training, in the progress
@@ -22,8 +23,13 @@ def compare(comparison: Comparison, problem: Problem, tell: Tell, changed: Calla
     """Train all that is not done yet. One that fails is noted, and the others go on.
 
     ``changed`` is called with the directory after each training. After a ``KeyboardInterrupt`` the comparison can be
-    loaded, and goes on with the training that was interrupted.
+    loaded, and goes on with the training that was interrupted. The directory is locked meanwhile.
     """
+    with take_lock(comparison.path):
+        _train_all(comparison, problem, tell, changed)
+
+
+def _train_all(comparison: Comparison, problem: Problem, tell: Tell, changed: Callable[[Path], object]) -> None:
     total = _PARTS * len(comparison.entries)
     for number, entry in enumerate(comparison.entries):
         if entry.status == "done":

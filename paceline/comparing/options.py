@@ -97,10 +97,12 @@ class CompareOptions:
             per_epoch = training_sampler(config, problem, workers).steps_per_epoch
         return per_epoch * (config.epochs or problem.recipe.epochs)
 
-    @property
-    def real_delay(self) -> tuple[str, float] | None:
-        """The delay of real workers, and its unit in seconds."""
-        return None if self.delay is None else (self.delay, parse_unit(self.delay_unit or "1s"))
+    def real_delay(self, arm: str) -> tuple[str, float] | None:
+        """The delay of an arm's real workers, and its unit in seconds."""
+        if self.delay is None:
+            return None
+        delay = _without_others(parse_delay(self.delay), self.workers_of(arm))
+        return str(delay), parse_unit(self.delay_unit or "1s")
 
     def scenario(self, arm: str, seed: int) -> Scenario:
         """The virtual cluster of one training; a step takes 1 s if no delay is given."""
@@ -119,9 +121,9 @@ class CompareOptions:
             raise UsageError(f"problem {problem.name} has no target of its own; give one, as in --target 0.9")
         if self.delay is not None:
             parse_delay(self.delay).check_workers(self.workers)
-        if not self.virtual and self.real_delay is not None:
-            InjectedDelays(*self.real_delay, seed=0, worker=0)  # refuses delays that only virtual workers can have
         for arm in self.arms:
+            if not self.virtual and (delay := self.real_delay(arm)) is not None:
+                InjectedDelays(*delay, seed=0, worker=0)  # refuses delays that only virtual workers can have
             config, workers = self.config(arm, 0), self.workers_of(arm)
             policy = parse_policy(config.policy)
             check_for_module(policy)

@@ -39,7 +39,7 @@ def _train(
     result = train_on_workers(
         config,
         options.workers_of(arm),
-        ServerOptions(needed=isinstance(parse_policy(config.policy), ServerPolicy), delay=options.real_delay),
+        ServerOptions(needed=isinstance(parse_policy(config.policy), ServerPolicy), delay=options.real_delay(arm)),
         environment={**os.environ, "OMP_NUM_THREADS": "1"} if small else None,
         watch=lambda progress: tell(progress.step / max(1, progress.total_steps)),
     )

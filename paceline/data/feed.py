@@ -21,7 +21,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from paceline.data.sampler import Last, Shard, ShardedSampler
+from paceline.data.sampler import Last, Shard, ShardedSampler, take_part
 from paceline.errors import UsageError, check_whole, unknown_name
 from paceline.seeding import capture_streams, derive_seed, restore_streams, seed_streams
 
@@ -43,7 +43,8 @@ class Used(NamedTuple):
     start: int  # the position before it
     workers: tuple[Hashable, ...]  # whose batches they were, by rank
     owed: tuple[int, ...]  # samples taken once more at the epoch's end, as known then
-    update: int = 0  # in which it was used, counted by this worker
+    total: int | None  # samples in all workers' batches; None if only they know
+    update: int  # in which it was used, counted by this worker
 
 
 class Feed(Protocol):
@@ -126,11 +127,9 @@ class DatasetFeed:
         for (epoch, owed), batches in itertools.groupby(used, key=lambda each: (each.epoch, each.owed)):
             order = replace(self._sampler, owed=owed).order(epoch)
             for batch in batches:
-                size = len(batch.workers)
                 for rank, worker in enumerate(batch.workers):
-                    if worker in workers:
-                        sampler = replace(self._sampler, rank=rank, world_size=size, owed=owed)
-                        found += sampler.shard(order, epoch, batch.start).indices.tolist()
+                    if worker in workers and batch.total is not None:  # else they were of the worker's own loader
+                        found += take_part(order, batch.start, batch.total, rank, len(batch.workers)).tolist()
         return found
 
     def capture(self) -> dict[str, Any]:

@@ -129,9 +129,8 @@ class ShardedSampler:
         """This rank's shard of the step that begins after ``first`` samples of the epoch, which has this order."""
         left = self._length - first
         total = self._step_size if self.last == "pad" else min(self._step_size, left)
-        start, stop = _slice(total, self.rank, self.world_size)
         return Shard(
-            indices=take_places(order, first + start, first + stop),
+            indices=take_part(order, first, total, self.rank, self.world_size),
             epoch=epoch,
             number=first + self.rank * self.batch_size,
             total=total,
@@ -142,6 +141,12 @@ class ShardedSampler:
 
 def _slice(total: int, rank: int, world_size: int) -> tuple[int, int]:
     return rank * total // world_size, (rank + 1) * total // world_size
+
+
+def take_part(order: Tensor, first: int, total: int, rank: int, world_size: int) -> Tensor:
+    """A rank's part of the step that takes ``total`` samples after the ``first`` ones of the epoch."""
+    start, stop = _slice(total, rank, world_size)
+    return take_places(order, first + start, first + stop)
 
 
 def take_places(order: Tensor, start: int, stop: int) -> Tensor:

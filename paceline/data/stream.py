@@ -90,11 +90,17 @@ class BatchStream:
         """Count the batch that was handed out as used."""
         if self.batch is not None:
             if self.workers:
-                self._since.append(Used(self.epoch, self.consumed, self.workers, self.owed, self._updates))
+                total = self.batch.total
+                self._since.append(Used(self.epoch, self.consumed, self.workers, self.owed, total, self._updates))
             self.consumed = self.batch.consumed
             self.batch = None
 
     # Workers that die and join ----------------------------------------------------------------------------
+
+    def begin(self, workers: tuple[Hashable, ...]) -> None:
+        """Begin with these workers, by rank, which may die; in a checkpoint they have only ranks."""
+        self.workers = workers
+        self.load_since_exchange(self.since_exchange(), lambda rank: None if rank is None else workers[rank])
 
     def begin_update(self) -> None:
         """The batch that was handed out is the first of an update."""
@@ -162,12 +168,14 @@ class BatchStream:
     # State ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        ranks = {worker: rank for rank, worker in enumerate(self.workers)}
         return {
             "epoch": self.epoch,
             "consumed": self.consumed,
             "unit": self._unit,
             "at_start": self._at_start,
             "owed": list(self.owed),
+            "since": self.since_exchange(ranks.get) if self.workers else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -177,17 +185,18 @@ class BatchStream:
         self.batch, self.outdated, self._given_up = None, False, []
         self._unit = state["unit"]
         self._at_start = state["at_start"]
+        self.load_since_exchange(state.get("since", []), lambda rank: rank)
         self._loaded = True
 
-    def since_exchange(self) -> list[Any]:
-        """The batches used since the last exchange, for a worker that joins."""
-        return [[used.epoch, used.start, list(used.workers), list(used.owed), used.update] for used in self._since]
+    def since_exchange(self, name: Callable[[Hashable], Any] = lambda worker: worker) -> list[Any]:
+        """The batches used since the last exchange, for a worker that joins; ``name`` makes JSON of a worker."""
+        return [used._replace(workers=tuple(map(name, used.workers))) for used in self._since]
 
     def load_since_exchange(self, used: list[Any], worker: Callable[[Any], Hashable]) -> None:
         """Restore them; ``worker`` makes a worker from its JSON."""
         self._since = [
-            Used(epoch, start, tuple(worker(each) for each in workers), tuple(owed), update)
-            for epoch, start, workers, owed, update in used
+            Used(epoch, start, tuple(map(worker, workers)), tuple(owed), total, update)
+            for epoch, start, workers, owed, total, update in used
         ]
         self._updates = max((each.update for each in self._since), default=0)
 

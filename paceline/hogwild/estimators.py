@@ -43,17 +43,17 @@ class LinearEstimator(BaseEstimator):  # type: ignore[misc]
 
     def __init__(
         self,
-        loss: str,
+        loss: str = "squared_error",
         *,
-        alpha: float,
-        rate: float | None,
-        decay: float,
-        fit_intercept: bool,
-        max_iter: int,
-        tol: float | None,
-        n_iter_no_change: int,
-        policy: str,
-        random_state: Any,
+        alpha: float = 1e-4,
+        rate: float | None = None,
+        decay: float = 0.9,
+        fit_intercept: bool = True,
+        max_iter: int = 20,
+        tol: float | None = 1e-4,
+        n_iter_no_change: int = 5,
+        policy: str = "hogwild",
+        random_state: Any = None,
     ) -> None:
         self.loss = loss
         self.alpha = alpha
@@ -284,33 +284,6 @@ class HogwildRegressor(RegressorMixin, LinearEstimator):  # type: ignore[misc]
     """Linear least squares, trained by threads without locks; the arguments are those of ``HogwildClassifier``."""
 
     _losses = ("squared_error",)
-
-    def __init__(
-        self,
-        loss: str = "squared_error",
-        *,
-        alpha: float = 1e-4,
-        rate: float | None = None,
-        decay: float = 0.9,
-        fit_intercept: bool = True,
-        max_iter: int = 20,
-        tol: float | None = 1e-4,
-        n_iter_no_change: int = 5,
-        policy: str = "hogwild",
-        random_state: Any = None,
-    ) -> None:
-        super().__init__(
-            loss,
-            alpha=alpha,
-            rate=rate,
-            decay=decay,
-            fit_intercept=fit_intercept,
-            max_iter=max_iter,
-            tol=tol,
-            n_iter_no_change=n_iter_no_change,
-            policy=policy,
-            random_state=random_state,
-        )
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> HogwildRegressor:
         """Train on rows and their targets, from the beginning."""

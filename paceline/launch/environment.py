@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.errors import UsageError
 
@@ -107,6 +107,17 @@ class ServerAssignment:
     def shard_address(self, shard: int) -> str:
         """The address of a further server (1 and up) on this host."""
         return f"{self.address}-{shard}"
+
+    def described(self) -> dict[str, Any]:
+        """What ``config.json`` tells of how the run was started, beside its policy, codec and workers."""
+        text, unit = self.delay or (None, None)
+        script = launched_command()
+        return {
+            "script": None if script[:2] == ["-m", "paceline"] else script,  # else its options are in "train"
+            "servers": 1 + len(self.shard_fds),
+            "delay": text,
+            "delay_unit": None if unit is None else f"{1000 * unit:.9g}ms",
+        }
 
     def shard_bind(self, shard: int) -> str | None:
         """The host:port of a further server, for workers of other hosts; the ports are consecutive."""

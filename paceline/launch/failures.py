@@ -119,8 +119,9 @@ def find_fault(states: Sequence[ProcessState], *, with_server: bool = False) -> 
 
 
 def may_die(state: ProcessState, *, with_server: bool) -> bool:
-    """Whether the run can go on without this process."""
-    return state.rank >= 0 and not state.given_up and (with_server or state.survives)
+    """Whether the run can go on without this process; nobody waits for one that has come in the place of another."""
+    came_later = state.incarnation > 0 and state.sessions == 0
+    return state.rank >= 0 and not state.given_up and (with_server or state.survives or came_later)
 
 
 def _came_too_late(state: ProcessState, states: Sequence[ProcessState]) -> bool:

@@ -49,7 +49,7 @@ class ProcessEnvironment:
         """The environment of the server, or of one of several; a server has no rank."""
         assert self.assignment is not None
         assignment = replace(
-            self.assignment, role="server", bind=bind, delay=None, incarnation=incarnation, shard=shard, log_fd=None
+            self.assignment, role="server", bind=bind, incarnation=incarnation, shard=shard, log_fd=None
         )
         return self._environment({"WORLD_SIZE": self.workers}, assignment)
 

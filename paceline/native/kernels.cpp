@@ -1,10 +1,11 @@
 #include "kernels.h"
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cstring>
 #include <type_traits>
+
+#include "instruction_sets.h"
 
 // GCC on x86-64 compiles the loops twice and chooses at run time; other compilers and processors get them once.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -78,17 +79,11 @@ const InstructionSet instruction_sets[] = {
      true},
 };
 
-const InstructionSet* best_instruction_set() {
-  const InstructionSet* set = instruction_sets;
-  while (!set->is_here) ++set;
-  return set;
-}
-
-std::atomic<const InstructionSet*> chosen{best_instruction_set()};
+InstructionSets sets(instruction_sets);
 
 Examined examine_by(Way way, void* to, const void* from, size_t bytes) {
-  const InstructionSet* set = chosen.load(std::memory_order_relaxed);
-  return set->examine_block[static_cast<int>(way)](static_cast<char*>(to), static_cast<const char*>(from), bytes);
+  const auto examine_block = sets.used().examine_block[static_cast<int>(way)];
+  return examine_block(static_cast<char*>(to), static_cast<const char*>(from), bytes);
 }
 
 // Instructions that write past the cache want addresses that are multiples of 16.
@@ -139,7 +134,7 @@ bool is_defined(Dtype dtype, Reduce op) {
 
 void reduce(Dtype dtype, Reduce op, void* const* destinations, int destination_count, const void* const* sources,
             int source_count, size_t count) {
-  const Block reduce_block = chosen.load(std::memory_order_relaxed)->reduce_block;
+  const Block reduce_block = sets.used().reduce_block;
   if (dtype == Dtype::boolean) op = for_booleans(op);
   const size_t size = size_of(dtype);
   const bool sixteen_bits = dtype == Dtype::f16 || dtype == Dtype::bf16;
@@ -158,12 +153,12 @@ void reduce(Dtype dtype, Reduce op, void* const* destinations, int destination_c
 
 void copy(void* to, const void* from, size_t bytes) {
   if (bytes == 0 || to == from) return;
-  chosen.load(std::memory_order_relaxed)->copy_block[0](static_cast<char*>(to), static_cast<const char*>(from), bytes);
+  sets.used().copy_block[0](static_cast<char*>(to), static_cast<const char*>(from), bytes);
 }
 
 void copy_past_cache(void* to, const void* from, size_t bytes) {
   const Way way = way_past_cache(to);
-  chosen.load(std::memory_order_relaxed)->copy_block[way == Way::copy_past_cache](
+  sets.used().copy_block[way == Way::copy_past_cache](
       static_cast<char*>(to), static_cast<const char*>(from), bytes);
   finish(way);
 }
@@ -177,15 +172,8 @@ Examined copy_examined(void* to, const void* from, size_t bytes) {
   return found;
 }
 
-const char* instruction_set() { return chosen.load()->name; }
+const char* instruction_set() { return sets.used().name; }
 
-bool choose_instruction_set(const std::string& name) {
-  for (const InstructionSet& set : instruction_sets)
-    if (set.is_here && name == set.name) {
-      chosen.store(&set);
-      return true;
-    }
-  return false;
-}
+bool choose_instruction_set(const std::string& name) { return sets.use(name); }
 
 }  // namespace paceline

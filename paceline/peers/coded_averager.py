@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class CodedAverager(Averager):
         super().__init__(peers)
         self._coding, self._name, self._num_coded, self._equal = coding, name, num_coded, equal
         self._told: Means | None = None  # of the exact part, where it comes first
+        self.share = 0.0  # this worker's part of the weights of the last average
         self._coded: list[tuple[CodedSum, Pending, dict[int, Tensor]]] = []  # under way; the parts are by place
 
     def start(
@@ -43,24 +44,41 @@ class CodedAverager(Averager):
         super().start(exact, weight=weight, tag=tag, stop=stop, numbers=numbers, now=now or first)
         self._told = super().finish() if first else None
         total = float(self._peers.size) if self._told is None else self._told.numbers[-1]
-        self._coded = []
+        self._coded, self.share = [], weight / total if total else 0.0
         if total:
             with self._peers.explain("averaging the parameters"), torch.no_grad():
-                self._start_coded(tensors[: self._num_coded], weight / total)
+                self._start_coded(tensors[: self._num_coded])
 
-    def _start_coded(self, tensors: Sequence[Tensor], share: float) -> None:
+    def _start_coded(self, tensors: Sequence[Tensor]) -> None:
+        for coded, places in self._sums_of(tensors):
+            group = [tensors[place] for place in places]
+            flat = torch.zeros(count(group), dtype=exchanged_dtype(group[0]), device=self._peers.device)
+            if self.share:  # else zeros, not times 0: those of borrowed data may be NaN
+                flatten(group, flat)
+                flat.mul_(self.share)
+            parts = dict(zip(places, parts_of(flat, group), strict=True))
+            self._coded.append((coded, coded.start(flat, self._peers), parts))
+
+    def _sums_of(self, tensors: Sequence[Tensor]) -> Iterator[tuple[CodedSum, list[int]]]:
+        """Those of the differences, one for each dtype, with the places of its tensors."""
         places: dict[torch.dtype, list[int]] = {}
         for place, tensor in enumerate(tensors):
             places.setdefault(exchanged_dtype(tensor), []).append(place)
         for dtype, those in places.items():
-            group = [tensors[place] for place in those]
-            flat = torch.zeros(count(group), dtype=dtype, device=self._peers.device)
-            if share:  # else zeros, not times 0: those of borrowed data may be NaN
-                flatten(group, flat)
-                flat.mul_(share)
-            coded = self._coding.sum_of(f"{self._name} {dtype}", Parts.of(group))
-            parts = dict(zip(those, parts_of(flat, group), strict=True))
-            self._coded.append((coded, coded.start(flat, self._peers), parts))
+            parts = Parts.of([tensors[place] for place in those])
+            yield self._coding.sum_of(f"{self._name} {dtype}", parts), those
+
+    @torch.no_grad()
+    def add_unsent(self, tensors: Sequence[Tensor], differences: Sequence[Tensor], factor: float) -> None:
+        """Add to tensors what was not sent of their differences, times a factor; it no longer waits to be sent.
+
+        ``differences`` have the shapes and types of those that were averaged.
+        """
+        for coded, places in self._sums_of(differences):
+            unsent = coded.take_unsent()
+            if unsent is not None:
+                for place, part in zip(places, parts_of(unsent, [differences[each] for each in places]), strict=True):
+                    tensors[place].add_(part.to(tensors[place]), alpha=factor)
 
     def finish(self) -> Means:
         told = super().finish() if self._told is None else self._told

@@ -88,11 +88,11 @@ class CodedReducer(Reducer):
 
     def _start(self, coded: CodedSum, flat: Tensor) -> Pending:
         if not (self._overlaps and self._peers.has_threads()):
-            return coded.start(flat, self._peers)
+            return self._coding.start_gradients(coded, flat)
         if self._calls is None:
             self._calls = Calls("codec", at_end=lambda: None)
         threads = torch.get_num_threads()
-        return _Later(self._calls.submit(functools.partial(_sum, coded, flat, self._peers, threads)))
+        return _Later(self._calls.submit(functools.partial(_sum, self._coding, coded, flat, threads)))
 
     def _launch_rest(self, step: _Step) -> None:
         began = time.perf_counter()
@@ -145,11 +145,11 @@ class _Later:
         self.wait = future.result
 
 
-def _sum(coded: CodedSum, flat: Tensor, peers: Peers, threads: int) -> None:
+def _sum(coding: Coding, coded: CodedSum, flat: Tensor, threads: int) -> None:
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)  # bits may depend on it
     with torch.no_grad():
-        coded.start(flat, peers).wait()
+        coding.start_gradients(coded, flat).wait()
 
 
 def _in_memory(view: Tensor) -> tuple[int, ...]:

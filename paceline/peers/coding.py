@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.codecs import Codec, CodecState, Parts
+from paceline.codecs.base import Reduction
 from paceline.peers.group import Peers, Pending
 from paceline.seeding import derive_seed
 
@@ -24,15 +26,38 @@ class CodedSum:
         self._made = 0  # sums so far; decides the random numbers of the next, and its place in a warm-up
         self._before: dict[str, Any] | None = None  # the state before a sum that is not settled
 
-    def start(self, flat: Tensor, peers: Peers) -> Pending:
-        """Start summing ``flat`` over all workers, in place."""
+    def start(self, flat: Tensor, peers: Peers, *, scale: float = 1.0) -> Pending:
+        """Start summing ``flat`` over all workers, in place.
+
+        Values that a scaler has multiplied by ``scale`` are divided by it before a codec that has numbers in their
+        unit, since the scale may be another one next time. Other codecs get them as they are: in 16 bits small values
+        would be lost.
+        """
         self._before = self.state_dict()
         self._made += 1
-        return self._state.reduce(flat, peers, step=self._made - 1)
+        step = self._made - 1
+        if scale == 1.0 or not self._state.has_unit:
+            return self._state.reduce(flat, peers, step=step)
+        work = self._state.reduce(flat.div_(scale), peers, step=step)
+
+        def finish() -> None:
+            work.wait()
+            flat.mul_(scale)
+
+        return Reduction(finish)
 
     def settle(self) -> None:
         """All workers have the sum, and use it."""
         self._before = None
+
+    def take_unsent(self) -> Tensor | None:
+        """What this worker has not sent of its values, if that is remembered; then it no longer is."""
+        residual = self._state.memory.get("residual")
+        if residual is None:
+            return None
+        unsent = residual.clone()
+        residual.zero_()
+        return unsent
 
     def undo(self) -> None:
         """Nobody uses the sum: remember what was remembered before it."""
@@ -59,10 +84,10 @@ class CodedSum:
 
 
 class Coding:
-    """The sums of one worker's exchange under a codec, by name; ``seed`` is the run's."""
+    """The sums of one worker's exchange under a codec, by name; ``seed`` is the run's, ``scaler`` that of gradients."""
 
-    def __init__(self, codec: Codec, peers: Peers) -> None:
-        self.codec, self.seed = codec, 0
+    def __init__(self, codec: Codec, peers: Peers, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.codec, self.seed, self.scaler = codec, 0, scaler
         self._peers = peers
         self._sums: dict[str, CodedSum] = {}
         self._loaded: dict[str, Any] = {}  # states of sums that were not asked for yet
@@ -75,6 +100,11 @@ class Coding:
             if name in self._loaded:
                 made.load_state_dict(self._loaded.pop(name))
         return self._sums[name]
+
+    def start_gradients(self, coded: CodedSum, flat: Tensor) -> Pending:
+        """Start a sum of gradients, which the scaler has multiplied, if there is one."""
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        return coded.start(flat, self._peers, scale=scale)
 
     def forget(self) -> None:
         """Begin anew: the tensors are others."""

@@ -28,6 +28,7 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: gradients are reduced in buckets of about this size.
         broadcast_buffers: copy worker 0's buffers to all before every training pass.
         codec: how gradients become fewer bytes, such as ``"top-k(density=0.001)"``.
+        scaler: the ``GradScaler`` that scales the loss; a codec that remembers something must know its scale.
     """
 
     def __init__(
@@ -38,12 +39,15 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers: bool = True,
         process_group: Any = None,
         codec: str | Codec | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         policy = AllReduce(bucket_cap_mb=bucket_cap_mb)
         peers = find_peers(device_of(module), policy, group=process_group, rank_and_size=read_rank_and_size())
         self._exchange = begin_exchange(module, policy, peers, read_codec(codec))
+        if self._exchange.coding is not None:
+            self._exchange.coding.scaler = scaler
         self._broadcast_buffers = broadcast_buffers
         self._synchronising = True
         self._passes = 0

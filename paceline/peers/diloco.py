@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
 from paceline.peers.averaging import Averager, Means, as_real, exact, is_continuous
+from paceline.peers.coded_averager import CodedAverager
 from paceline.peers.coding import Coding
 from paceline.peers.group import Peers
 from paceline.peers.periodic import PeriodicExchange
@@ -48,6 +49,7 @@ class _Fragment:
         self.examples = 0  # of this worker since the last exchange
         self.sent = 0  # those in the exchange under way
         self.due: int | None = None  # the step after which the exchange under way is merged
+        self.share = 0.0  # of this worker in the last exchange, while what its codec has not sent is still to be added
 
     def start(self, others: Sequence[Tensor], *, step: int, stop: bool) -> None:
         """Start to average what the workers have changed, and ``others`` with it."""
@@ -74,7 +76,16 @@ class _Fragment:
             for tensor, new in zip(tensors, news, strict=True):
                 tensor.copy_(torch.lerp(tensor.to(new.dtype), new, 1 - self._policy.kept))
         self._averager.settle()
+        if isinstance(self._averager, CodedAverager) and not self._policy.overlap:  # else it has made steps since
+            self.share = self._averager.share
         return stop
+
+    def add_unsent(self) -> None:
+        """Go on from what this worker has not sent too."""
+        if self.share and isinstance(self._averager, CodedAverager):
+            own, anchors = [place.own for place in self._places], [place.anchor for place in self._places]
+            self._averager.add_unsent(own, anchors, -1 / self.share)
+            self.share = 0.0
 
 
 class DiLoCoExchange(PeriodicExchange):
@@ -112,6 +123,11 @@ class DiLoCoExchange(PeriodicExchange):
         super().count(examples)
         for fragment in self._fragments:
             fragment.examples += examples
+
+    def before_update(self) -> None:
+        if self._in_update:
+            for fragment in self._fragments:
+                fragment.add_unsent()
 
     def after_update(self, progress: Progress) -> bool:
         super().after_update(progress)
@@ -174,6 +190,7 @@ class DiLoCoExchange(PeriodicExchange):
         return {
             **super().state_dict(),
             "since": [fragment.examples + fragment.sent for fragment in self._fragments],
+            "shares": [fragment.share for fragment in self._fragments],
             "policy": str(self._diloco),
             "anchor": [place.anchor for place in self._places],
             "outer_momentum": [place.momentum for place in self._places],
@@ -195,7 +212,7 @@ class DiLoCoExchange(PeriodicExchange):
             place.anchor.copy_(anchor)
             place.momentum.copy_(momentum)
         if state["policy"] == str(self._diloco):  # else the fragments are others, and what was under way comes again
-            saved = zip(state["since"], state["merge_after"], state["means"], strict=True)
-            for fragment, (examples, due, means) in zip(self._fragments, saved, strict=True):
-                fragment.examples, fragment.due = examples, due
+            saved = zip(state["since"], state["shares"], state["merge_after"], state["means"], strict=True)
+            for fragment, (examples, share, due, means) in zip(self._fragments, saved, strict=True):
+                fragment.examples, fragment.share, fragment.due = examples, share, due
                 fragment.means = None if due is None else Means(means)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -26,7 +26,7 @@ _TIME_TO_LEARN = 10.0  # seconds for the supervisor to tell of a death
 _TIMEOUT = 1800.0  # seconds for the other workers to come, and of a group's calls
 
 _sessions = itertools.count()
-_open: Counter[tuple[int, Member]] = Counter()  # the sessions that each worker of each run has now
+_open: defaultdict[tuple[int, Member], set[int]] = defaultdict(set)  # sessions that each worker of each run has now
 
 
 class RunOverError(CommError):
@@ -68,14 +68,13 @@ class Forming:
     """Makes the groups of one session, in which ``seat`` is this worker's place."""
 
     def __init__(self, seat: Seat, device: torch.device) -> None:
-        self._log, self.member, _, self._session, self._make_group = seat
+        self._log, self.member, self.workers, self._session, self._make_group = seat
         self._device = device
         self._roster = Roster(seat.session, seat.workers)
         self._peers: Peers | None = None
         self._traffic = Traffic()  # of all groups
         self.formation = Formation(0, (), ())  # of the present group
         self._place = seat.log.file, seat.member
-        _open[self._place] += 1
 
     def form(self, status: Status, *, failed: bool = True) -> Peers:
         """Wait for all workers that are left, and return the group of them.
@@ -83,6 +82,7 @@ class Forming:
         The present group is left at once if it has ``failed``, so that others notice; else when
         nobody uses it any more.
         """
+        _open[self._place].add(self._session)
         while True:
             if failed:
                 self.close()
@@ -120,7 +120,7 @@ class Forming:
         self._hear()
         if self._roster.invited_after is not None:
             return operations >= self._roster.invited_after
-        if self._roster.newcomers and self.formation.members[0] == self.member and _open[self._place] == 1:
+        if self._roster.newcomers and self.formation.members[0] == self.member and len(_open[self._place]) == 1:
             self._append("invite", after=operations + 1 + lead)
         return False
 
@@ -139,7 +139,7 @@ class Forming:
 
     def leave(self, *, ended_well: bool) -> None:
         """End the session on this worker; one that has ``ended_well`` is not waited for any more."""
-        _open[self._place] -= 1
+        _open[self._place].discard(self._session)
         if ended_well:
             self._append("left")
         self.close()

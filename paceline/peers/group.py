@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import itertools
 import json
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,43 +18,33 @@ from paceline.collectives.descriptions import RANKS_DIFFER
 from paceline.collectives.register import NAME
 from paceline.errors import LostContactError, OutOfStepError
 
-# Packets travel in pieces, of which a few are on the way at once; chosen by benchmarks/codecs_link.py, single runs.
-_PIECE, _AHEAD = 1 << 18, 2
-
 
 class _Packets:
-    """The packets of all workers, on their way."""
+    """The packets of all workers, which are exchanged in ``wait``.
 
-    def __init__(self, peers: Peers, own: Tensor, others: Sequence[int], sent: Sequence[Pending]) -> None:
-        self._peers, self._own, self._others, self._sent = peers, own, others, sent
+    Gloo sends a message when its receiver has said that it is ready. On a slow link that word must not wait behind
+    packets, so a worker gets ready for all packets before it sends its own.
+    """
+
+    def __init__(self, peers: Peers, own: Tensor) -> None:
+        self._peers, self._own = peers, own
 
     def wait(self) -> list[Tensor]:
-        """Receive them; they are in the order of the ranks."""
-        peers = self._peers
-        packets = {peers.rank: self._own}
-        lengths = {other: torch.empty(1, dtype=torch.int64, device=peers.device) for other in self._others}
-        for work in [peers.receive(length, other) for other, length in lengths.items()]:
-            work.wait()
-        for other, length in lengths.items():
-            packets[other] = torch.empty(int(length), dtype=torch.uint8, device=peers.device)
-        self._receive([[(other, piece) for piece in _pieces(packets[other])] for other in self._others])
-        for work in self._sent:
-            work.wait()
-        return [packets[rank].cpu() for rank in range(peers.size)]
+        """Send the own one, and receive the others; they are in the order of the ranks."""
+        peers, own = self._peers, self._own.to(self._peers.device)
+        others = [(peers.rank + ahead) % peers.size for ahead in range(1, peers.size)]
+        lengths = self._exchange(torch.tensor([len(own)], device=peers.device), dict.fromkeys(others, 1))
+        packets = self._exchange(own, {other: int(length) for other, length in lengths.items()})
+        return [self._own if rank == peers.rank else packets[rank].cpu() for rank in range(peers.size)]
 
-    def _receive(self, wanted: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
-        """Receive pieces of all others in turn, a few at a time."""
-        coming: deque[Pending] = deque()
-        for pieces in itertools.zip_longest(*wanted):
-            coming.extend(self._peers.receive(piece, other) for other, piece in filter(None, pieces))
-            while len(coming) > _AHEAD * len(wanted):
-                coming.popleft().wait()
-        for work in coming:
+    def _exchange(self, own: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
+        """Send a vector to all others, and receive one from each, of these sizes."""
+        found = {other: own.new_empty(size) for other, size in sizes.items()}
+        works = [self._peers.receive(vector, other) for other, vector in found.items() if len(vector)]
+        works += [self._peers.send(own, other) for other in found if len(own)]
+        for work in works:
             work.wait()
-
-
-def _pieces(packet: Tensor) -> Sequence[Tensor]:
-    return torch.split(packet, _PIECE) if len(packet) else ()
+        return found
 
 
 class Pending(Protocol):
@@ -133,11 +121,8 @@ class Peers:
         return parts
 
     def gather_packets(self, packet: Tensor) -> _Packets:
-        """Start giving every worker the packets of all, whose sizes may differ; each goes to each receiver once."""
-        others = [(self.rank + ahead) % self.size for ahead in range(1, self.size)]
-        length = torch.tensor([len(packet)], device=self.device)
-        parts = [length, *_pieces(packet.to(self.device))]
-        return _Packets(self, packet, others, [self.send(part, other) for other in others for part in parts])
+        """Give every worker the packets of all, whose sizes may differ; each goes to each receiver once."""
+        return _Packets(self, packet)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Start sending ``tensor`` to one worker; it must not change until that has ended."""

@@ -68,12 +68,12 @@ class CommHookState:
     all the same, so that what a codec remembers stays what it is, also in a process that loads it.
     """
 
-    def __init__(self, codec: Codec, group: Any) -> None:
+    def __init__(self, codec: Codec, group: Any, scaler: torch.amp.GradScaler | None) -> None:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         # A group of its own: DDP may use its own one at the same time.
         own = dist.new_group(ranks)
         self._peers = Peers(own, dist.get_rank(own), len(ranks), torch.device("cpu"))
-        self._coding = Coding(codec, self._peers)
+        self._coding = Coding(codec, self._peers, scaler)
         self._calls = Calls("codec", at_end=lambda: None)
         self._places: dict[Tensor, tuple[_Sum, Tensor]] = {}  # by parameter: its sum, and its place in it
         self._planned = False  # all parameters are known
@@ -115,7 +115,7 @@ class CommHookState:
     def _sum(self, each: _Sum) -> None:
         coded = self._coding.sum_of(each.name, each.parts)
         with torch.no_grad(), self._peers.explain("averaging gradients"):
-            coded.start(each.flat, self._peers).wait()
+            self._coding.start_gradients(coded, each.flat).wait()
         coded.settle()
         each.end()
 
@@ -137,15 +137,17 @@ def codec_hook(state: CommHookState, bucket: GradBucket) -> torch.futures.Future
     return state.average(bucket)
 
 
-def comm_hook(codec: str | Codec, group: Any = None) -> tuple[CommHookState, Any]:
+def comm_hook(
+    codec: str | Codec, group: Any = None, *, scaler: torch.amp.GradScaler | None = None
+) -> tuple[CommHookState, Any]:
     """State and hook for PyTorch's ``DistributedDataParallel``; all workers must call it together.
 
     ``ddp.register_comm_hook(*paceline.comm_hook("top-k(density=0.001)"))``
 
     Keep the state to save what the codec remembers: ``state.state_dict()``, on every worker. ``group`` is the process
-    group of the wrapper, if it has one.
+    group of the wrapper, if it has one, and ``scaler`` the one that scales the loss.
     """
     chosen = read_codec(codec)
     if chosen is None:
         raise UsageError(f"a hook wants a codec, got {codec!r}; without one register no hook")
-    return CommHookState(chosen, group), codec_hook
+    return CommHookState(chosen, group, scaler), codec_hook

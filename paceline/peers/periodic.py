@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.peers.averaging import Means, as_real, exact, is_continuous
+from paceline.peers.coded_averager import CodedAverager
 from paceline.peers.coding import Coding
 from paceline.peers.group import Peers
 from paceline.peers.replicas import ReplicasExchange
@@ -26,12 +27,23 @@ class PeriodicExchange(ReplicasExchange):
         if coding is not None:
             self.common_state = (*self.common_state, "agreed_on")
         self._due = 0  # the step of the next exchange; 0: the policy was not asked yet
+        self._share = 0.0  # of this worker in the last exchange, while what its codec has not sent is still to be added
 
     def started(self, progress: Progress) -> None:
         if not self._agreed_on:
             self._agree()
         due = progress.steps + self.period(progress)
         self._due = min(self._due or due, due)  # sooner if the run goes on with a shorter period
+
+    def before_update(self) -> None:
+        """Go on from what this worker has not sent too, so that it does not learn the same again.
+
+        Until then all workers have the same parameters. One that has no examples goes on as it is: it may have no part
+        of the next exchange.
+        """
+        if self._share and self._in_update and isinstance(self._changes, CodedAverager):
+            self._changes.add_unsent([as_real(each) for each in self._trained], self._agreed_on, 1 / self._share)
+            self._share = 0.0
 
     def after_update(self, progress: Progress) -> bool:
         self.exchanges = progress.steps >= self._due
@@ -70,6 +82,8 @@ class PeriodicExchange(ReplicasExchange):
             for tensor, new in zip([*trained, *statistics], news, strict=True):
                 tensor.copy_(new)
         self._changes.settle()
+        if isinstance(self._changes, CodedAverager):
+            self._share = self._changes.share
         return means
 
     def agreed(self) -> None:
@@ -81,10 +95,10 @@ class PeriodicExchange(ReplicasExchange):
             self._agreed_on = [exact(as_real(parameter)) for parameter in self._trained]
 
     def state_dict(self) -> dict[str, Any]:
-        agreed_on = {} if self.coding is None else {"agreed_on": self._agreed_on}
-        return {**super().state_dict(), "due": self._due, **agreed_on}
+        coded = {} if self.coding is None else {"agreed_on": self._agreed_on, "share": self._share}
+        return {**super().state_dict(), "due": self._due, **coded}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._due = int(state.get("due", 0))
+        self._due, self._share = int(state.get("due", 0)), float(state.get("share", 0.0))
         self._agreed_on = [tensor.to(self._peers.device, copy=True) for tensor in state.get("agreed_on", [])]

@@ -27,6 +27,11 @@ def _close_locks_in_child() -> None:
 os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
+def checkpoints_of(run: Path, keep: int = 3) -> CheckpointFolder:
+    """The checkpoints of a run's directory."""
+    return CheckpointFolder(run / "checkpoints", keep=keep)
+
+
 class Run:
     """Open a run directory for writing; with ``resume`` it may already hold a run.
 
@@ -36,9 +41,9 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str], *, resume: bool = False, keep: int = 3) -> None:
         self.path = Path(path)
-        self.checkpoints = CheckpointFolder(self.path / "checkpoints", keep=keep)
+        self.checkpoints = checkpoints_of(self.path, keep)
         self._make_directory()
-        self._lock = self._take_lock()
+        self._lock = take_lock(self.path)
         _open_runs.add(self)
         try:
             if not resume and (self.metrics_file.exists() or self.checkpoints.files()):
@@ -83,22 +88,24 @@ class Run:
         except OSError as error:
             raise UsageError(f"cannot make the run directory {self.path}: {error.strerror}") from error
 
-    def _take_lock(self) -> IO[str]:
-        try:
-            lock = (self.path / "run.lock").open("a+")
-        except OSError as error:
-            raise UsageError(f"cannot write to {self.path / 'run.lock'}: {error.strerror}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.seek(0)
-            owner = lock.read().strip() or "another process"
-            lock.close()
-            raise RunInUseError(
-                f"the run directory {self.path} is in use by {owner}; wait for it, or choose another directory"
-            ) from error
+
+def take_lock(path: Path) -> IO[str]:
+    """Own a directory until the returned file is closed; raise a ``RunInUseError`` if another process owns it."""
+    try:
+        lock = (path / "run.lock").open("a+")
+    except OSError as error:
+        raise UsageError(f"cannot write to {path / 'run.lock'}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
         lock.seek(0)
-        lock.truncate()
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
-        return lock
+        owner = lock.read().strip() or "another process"
+        lock.close()
+        raise RunInUseError(
+            f"the run directory {path} is in use by {owner}; wait for it, or choose another directory"
+        ) from error
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    return lock

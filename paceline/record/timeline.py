@@ -158,7 +158,7 @@ def _begins_well(path: Path) -> bool:
 def _read(path: Path) -> Records:
     data = path.read_bytes()
     if not MAGIC.startswith(data[: len(MAGIC)]):
-        raise TimelineError(f"{path} is no timeline of a version that is known here; was it made by a newer Paceline?")
+        raise TimelineError(f"{path} is no timeline of a version that is known here; a newer Paceline may have made it")
     whole = max(0, len(data) - len(MAGIC)) // RECORD.itemsize
     records = np.frombuffer(data, RECORD, whole, len(MAGIC)) if whole else np.empty(0, RECORD)
     return records[np.argsort(records["start"], kind="stable")]

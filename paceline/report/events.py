@@ -139,7 +139,7 @@ def read_events(
         except OSError as error:
             notes.append(f"{name} cannot be read: {error.strerror}.")
         if broken:
-            notes.append(f"{broken} lines of {name} are broken and left out.")
+            notes.append(f"Lines of {name} that are broken and left out: {broken}.")
     if events.higher_is_better is None and events.metric is not None:
         lower = any(word in events.metric for word in _LOWER_IS_BETTER)
         events.higher_is_better = not lower

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.errors import PacelineError
-from paceline.record.timeline import Kind
+from paceline.record.timeline import Kind, Records
 from paceline.report.groups import summarise
 from paceline.report.material import Material
 from paceline.report.runs import KINDS, RunData
@@ -101,7 +102,7 @@ def write_trace(material: Material, file: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with _open(file) as out:
             out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-            events = (event for number, run in enumerate(runs) for event in _trace_events(run, number))
+            events = (event for number, run in enumerate(runs, start=1) for event in _trace_events(run, number))
             out.writelines(_separated(json.dumps(event, separators=(",", ":")) for event in events))
             out.write("\n]}\n")
     except OSError as error:
@@ -121,20 +122,30 @@ def _separated(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _trace_events(run: RunData, process: int) -> Iterator[dict[str, Any]]:
-    """A run is a process of the trace, and a worker one of its threads."""
+    """A run is a process of the trace, and a worker one of its threads; both count from 1, since 0 is the idle task."""
     seed = "" if run.seed is None else f", seed {run.seed}"
-    yield _named("process_name", process, None, f"{run.policy}{seed} ({run.name})")
+    yield _named("process_name", process, 0, f"{run.policy}{seed} ({run.name})")
     for rank, spans in run.timeline.items():
-        yield _named("thread_name", process, rank, f"worker {rank}")
-        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": rank, "args": {"sort_index": rank}}
-        starts, lengths = (np.rint(spans[name] * _MICROSECONDS).astype(int).tolist() for name in ("start", "duration"))
-        for kind, step, at, length in zip(spans["kind"].tolist(), spans["step"].tolist(), starts, lengths, strict=True):
-            event = {"name": kind_name(kind), "pid": process, "tid": rank, "ts": at}
+        thread = rank + 1
+        yield _named("thread_name", process, thread, f"worker {rank}")
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": rank}}
+        starts, ends = _whole_microseconds(spans)
+        columns = spans["kind"].tolist(), spans["step"].tolist(), starts.tolist(), (ends - starts).tolist()
+        for kind, step, at, length in zip(*columns, strict=True):
+            event = {"name": kind_name(kind), "pid": process, "tid": thread, "ts": at}
             if kind in (Kind.BEGAN, Kind.LEFT):
                 yield {**event, "ph": "i", "s": "t"}
             else:
                 yield {**event, "ph": "X", "dur": length, "args": {"step": step}}
 
 
-def _named(what: str, process: int, thread: int | None, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread or 0, "args": {"name": name}}
+def _whole_microseconds(spans: Records) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """When spans start and end. One ends before the next begins: of two that overlap, a reader drops one."""
+    times = spans["start"], spans["start"] + spans["duration"].astype(np.float64)
+    starts, ends = (np.maximum(np.rint(each * _MICROSECONDS), 0).astype(np.int64) for each in times)
+    ends[:-1] = np.minimum(ends[:-1], starts[1:])
+    return starts, np.maximum(starts, ends)
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -15,19 +15,22 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from paceline.errors import PacelineError
+from paceline.record.timeline import Kind, Records
 from paceline.report import plots
 from paceline.report.events import Floats
-from paceline.report.groups import Group, Row, curves_of, share_of, smooth, summarise
+from paceline.report.groups import Group, Row, curves_of, loss_curve, share_of, summarise, time_label
 from paceline.report.look import COLOURS, DOTS_PER_INCH, HATCHES, KIND_COLOURS, LOOK, TITLE, open_frame
 from paceline.report.material import Material
 from paceline.report.runs import KINDS, RunData
 from paceline.report.series import Axis, Series
 from paceline.report.spans import MIXTURE, Spans, merge_to
+from paceline.report.view import error_axis
 
 FORMATS = ("png", "svg")
 _WIDTH = 7.2  # inches
 _MOST_SPANS = 4000  # of a drawn timeline
 _MOST_WORKERS = 32
+_READABLE = 120  # spans of a worker that can be told apart
 
 
 def write_figures(material: Material, folder: Path) -> list[Path]:
@@ -54,20 +57,40 @@ def write_figures(material: Material, folder: Path) -> list[Path]:
 
 def _draw_curves(groups: Sequence[Group], files: Callable[[str], list[Path]]) -> None:
     runs = [run for each in groups for run in each.runs]
-    label = " or ".join(dict.fromkeys(run.error_is for run in runs if len(run.points.error))) or "error"
-    scale: Literal["log", "linear"] = "log" if label == "test error" else "linear"
+    axis, factor = _error_axis(runs)
+    time = f"{time_label(runs)} (s)"
     kinds: list[tuple[str, str, str, Callable[[RunData], tuple[Floats, Floats]]]] = [
-        ("time", "Error against time", "seconds", lambda run: (run.points.seconds, run.points.error)),
-        ("examples", "Error against examples", "examples", lambda run: (run.points.examples, run.points.error)),
-        ("bytes", "Error against bytes", "MB of all workers", lambda run: (run.points.bytes / 1e6, run.points.error)),
+        ("time", "Error against time", time, lambda run: (run.points.seconds, factor * run.points.error)),
+        (
+            "examples",
+            "Error against examples",
+            "examples of all workers",
+            lambda run: (run.points.examples, factor * run.points.error),
+        ),
+        (
+            "bytes",
+            "Error against bytes",
+            "bytes of all workers (MB)",
+            lambda run: (run.points.bytes / 1e6, factor * run.points.error),
+        ),
     ]
     for name, title, x_label, read in kinds:
         if series := _series(groups, read):
-            axes = Axis(label=x_label), Axis(label=label, scale=scale)
-            plots.draw(title, series, *axes, *files(f"error-against-{name}"))
-    if series := _series(groups, lambda run: smooth(run.progress.seconds, run.progress.loss)):
-        axes = Axis(label="seconds"), Axis(label="training loss")
+            plots.draw(title, series, Axis(label=x_label), axis, *files(f"error-against-{name}"))
+    if series := _series(groups, loss_curve):
+        axes = Axis(label=time), Axis(label="training loss")
         plots.draw("Training loss against time", series, *axes, *files("training-loss"))
+
+
+def _error_axis(runs: Sequence[RunData]) -> tuple[Axis, float]:
+    """The axis of errors, and what errors are multiplied by: those that are shares are shown in percent."""
+    told = error_axis(runs)
+    factor = 100.0 if told["percent"] else 1.0
+    is_drawn = told["target"] > 0 if told["percent"] else math.isfinite(told["target"])  # a log axis has no 0
+    mark = (factor * told["target"], told["target_label"]) if is_drawn else None
+    if told["percent"]:
+        return Axis(label=f"{told['label']} (%)", scale="log", mark=mark), factor
+    return Axis(label=told["label"], mark=mark), factor
 
 
 def _series(groups: Sequence[Group], read: Callable[[RunData], tuple[Floats, Floats]]) -> list[Series]:
@@ -186,15 +209,34 @@ def _staleness(groups: Sequence[Group]) -> Figure | None:
 
 def _timeline(label: str, run: RunData) -> Figure:
     shown = dict(list(run.timeline.items())[:_MOST_WORKERS])
+    window = _readable_window(shown)
+    if window is not None:
+        shown = {rank: _inside(spans, *window) for rank, spans in shown.items()}
+        label += f", {window[0]:.3g} s to {window[1]:.3g} s of {run.seconds:.3g} s"
     figure, axes = _rows_figure(f"Timeline: {label}", [f"worker {rank}" for rank in shown])
     kinds: set[str] = set()
     for row, spans in enumerate(merge_to(shown, _MOST_SPANS).values()):
         kinds |= _draw_spans(axes, row, spans)
-    axes.set_xlabel("seconds")
-    axes.set_xlim(left=0)
+    axes.set_xlabel(f"{time_label([run])} (s)")
+    axes.set_xlim(*(window or (0.0,)))
     axes.grid(False)
     _kind_legend(figure, [kind for kind in KINDS if kind in kinds])
     return figure
+
+
+def _readable_window(timeline: Mapping[int, Records]) -> tuple[float, float] | None:
+    """From and to: a part in the middle with few enough spans to tell them apart; None if that is all, or one died."""
+    most = max(map(len, timeline.values()), default=0)
+    if most <= _READABLE or any((spans["kind"] == Kind.DEAD).any() for spans in timeline.values()):
+        return None
+    length = max(float((spans["start"] + spans["duration"])[-1]) for spans in timeline.values())
+    width = length * _READABLE / most
+    return (length - width) / 2, (length + width) / 2
+
+
+def _inside(spans: Records, start: float, end: float) -> Records:
+    found: Records = spans[(spans["start"] < end) & (spans["start"] + spans["duration"] > start)]
+    return found
 
 
 def _draw_spans(axes: Axes, row: int, spans: Spans) -> set[str]:

@@ -17,6 +17,7 @@ from paceline.report.events import Floats
 from paceline.report.runs import KINDS, ONE_WORKER, RunData
 
 MOST_POINTS = 500  # of a curve
+_LOSS_POINTS = 100  # of the training loss: the loss of a single step is mostly noise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,6 +178,17 @@ def smooth(x: Floats, y: Floats, most: int = MOST_POINTS) -> tuple[Floats, Float
     parts = np.array_split(np.arange(len(x)), most)
     with warnings.catch_warnings(action="ignore"):
         return np.array([x[part].mean() for part in parts]), np.array([y[part].mean() for part in parts])
+
+
+def loss_curve(run: RunData) -> tuple[Floats, Floats]:
+    """The training loss against seconds, smoothed."""
+    return smooth(run.progress.seconds, run.progress.loss, _LOSS_POINTS)
+
+
+def time_label(runs: Iterable[RunData]) -> str:
+    """What the axis of time is called."""
+    kinds = {"virtual" if run.virtual else "wall-clock" for run in runs}
+    return f"{kinds.pop()} time" if len(kinds) == 1 else "time"
 
 
 def curves_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import TypeAlias
 
 from paceline.errors import UsageError
 from paceline.report.groups import Group, group
-from paceline.report.runs import ONE_WORKER, Comparison, RunData, is_comparison, read_comparison, read_run
+from paceline.report.runs import (
+    ONE_WORKER,
+    Comparison,
+    RunData,
+    is_abandoned,
+    is_comparison,
+    read_comparison,
+    read_run,
+)
 
 Source: TypeAlias = str | os.PathLike[str] | RunData
 """A run, or the directory of a run or of a comparison."""
@@ -44,20 +53,19 @@ class Material:
         """What was compared: policies, problem, workers, delay, seeds, target."""
         if not self.runs:
             return "There is no run to show yet."
+        virtual = any(run.virtual for run in self.runs)
         policies = list(dict.fromkeys(run.policy for run in self.runs if run.policy != ONE_WORKER))
         alone = any(run.policy == ONE_WORKER for run in self.runs)
         told = [f"{len(policies)} policies"] if len(policies) > 1 else policies
         parts = [" and ".join([*told, ONE_WORKER] if alone else told)]
         parts.append(f"on {_listed({run.problem for run in self.runs if run.problem} or {'an unknown problem'})}")
         if workers := sorted({run.workers for run in self.runs if run.workers and run.workers > 1}):
-            parts.append(f"with {_listed(map(str, workers))} workers")
+            parts.append(f"with {_listed(map(str, workers))} {'virtual ' * virtual}workers")
         delays = {run.delay for run in self.runs if run.delay}
-        parts += [f"slowed by {_listed(delays)}"] if delays else []
+        parts += [f"{'whose steps take' if virtual else 'slowed by'} {_listed(delays)}"] if delays else []
         seeds = sorted({run.seed for run in self.runs if run.seed is not None})
         parts += [f"with the seed{'s' * (len(seeds) > 1)} {_listed(map(str, seeds))}"] if seeds else []
         text = ", ".join([" ".join(parts[:2]), *parts[2:]])
-        if any(run.virtual for run in self.runs):
-            text += ", on virtual workers"
         targets = {(run.metric, run.target) for run in self.runs if run.target is not None}
         goals = [f"{str(metric).replace('_', ' ')} {target:g}" for metric, target in sorted(targets, key=str)]
         return text + (f"; the target is {_listed(goals)}." if goals else ".")
@@ -66,12 +74,15 @@ class Material:
     def status(self) -> str | None:
         """How far an unfinished comparison is."""
         entries = self.comparison.entries if self.comparison else ()
-        counts = {status: sum(entry.status == status for entry in entries) for status in ("running", "waiting")}
-        if not any(counts.values()):
+        unfinished = ("running", "interrupted", "waiting")
+        counts = {status: sum(entry.status == status for entry in entries) for status in unfinished}
+        if self.comparison is None or not any(counts.values()):
             return None
         done = sum(entry.status in ("done", "failed") for entry in entries)
         rest = [f"{count} {status}" for status, count in counts.items() if count]
-        return f"The comparison is not finished: {done} of {len(entries)} runs are made, {' and '.join(rest)}."
+        told = f"The comparison is not finished: {done} of {len(entries)} runs are made, {' and '.join(rest)}."
+        path = shlex.quote(str(self.comparison.path))
+        return f"{told} Go on with: paceline compare --resume {path}" if is_abandoned(self.comparison.path) else told
 
 
 def as_sources(source: Source | Sequence[Source]) -> list[Source]:

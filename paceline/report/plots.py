@@ -9,9 +9,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis as DrawnAxis
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from paceline.report.look import COLOURS, DOTS_PER_INCH, LINES, LOOK, MARKERS, TITLE, open_frame
+from paceline.report.look import COLOURS, DOTS_PER_INCH, LINES, LOOK, MARKERS, MUTED, TITLE, open_frame
 from paceline.report.series import Axis, Series
 
 _PANEL_INCHES = (4.0, 3.6)
@@ -36,11 +37,13 @@ def _draw(title: str, curves: Sequence[Series], x_axis: Axis, y_axis: Axis) -> F
         drawn = [series for series in curves if series.panel == panel]
         for series in drawn:
             _draw_series(axes, series, labels.index(series.label) if series.style is None else series.style)
+        if y_axis.mark is not None:
+            _draw_mark(axes, *y_axis.mark)
         _finish_panel(axes, panel, x_axis, y_axis)
         _label_few(axes, x_axis, {x for series in drawn for x in series.x})
     row[0].set_ylabel(y_axis.label)
     figure.suptitle(title, **TITLE)
-    handles = {line.get_label(): line for axes in row for line in axes.get_lines()}
+    handles = {line.get_label(): line for axes in row for line in axes.get_lines()}  # some are no series
     figure.legend(
         [handles[label] for label in labels],
         labels,
@@ -72,6 +75,21 @@ def _draw_series(axes: Axes, series: Series, number: int) -> None:
         markeredgewidth=0.5,
         # Few markers, at different places on every curve, so that overlapping curves can be distinguished.
         markevery=(number % 8, 8) if len(series.x) > 16 else 1,
+    )
+
+
+def _draw_mark(axes: Axes, value: float, label: str) -> None:
+    axes.axhline(value, color=MUTED, linestyle="--", linewidth=1, zorder=1)
+    axes.annotate(
+        label,
+        (1, value),
+        (0, 3),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8.5,
+        color=MUTED,
+        path_effects=[withStroke(linewidth=3, foreground="white")],
     )
 
 

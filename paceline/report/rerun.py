@@ -6,8 +6,13 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.errors import PacelineError
+from paceline.policies import PeersPolicy, parse_policy
+
 # What ``paceline train`` does without the option; a test compares them with the command.
 _DEFAULTS: dict[str, Any] = {
+    "workers": 1,
+    "servers": 1,
     "policy": "all-reduce",
     "hostile": 0,
     "warmup": "none",
@@ -17,6 +22,7 @@ _DEFAULTS: dict[str, Any] = {
     "decay_factor": 0.1,
     "precision": "fp32",
     "device": "auto",
+    "keep": 3,
     "log_every": 1,
     "on_nan": "stop",
 }
@@ -24,27 +30,42 @@ _NO_OPTIONS = {"problem", "run", "resume", "evaluate", "schedule"}
 
 
 def command_again(config: Mapping[str, Any]) -> str | None:
-    """The command that makes the run again; None if the configuration does not tell."""
-    told = config.get("command")
-    if isinstance(told, list) and told:
-        return shlex.join(map(str, told))
-    values = config.get("train") or config.get("sparse")
-    if not isinstance(values, dict) or not isinstance(values.get("problem"), str):
+    """The command that makes the run again; None if the configuration does not tell, or the workers were virtual."""
+    script, values = config.get("script"), config.get("train") or config.get("sparse")
+    if config.get("virtual"):
         return None
-    schedule = values.get("schedule")
-    options = {**values, **(schedule if isinstance(schedule, dict) else {})}
-    words = ["paceline", "train", values["problem"]]
-    workers = config.get("world_size")
-    words += ["--workers", str(workers)] if isinstance(workers, int) and workers > 1 else []
-    for name, value in options.items():
-        words += [] if name in _NO_OPTIONS else _words(str(name), value)
-    return shlex.join(words)
+    if isinstance(values, dict) and isinstance(values.get("problem"), str):
+        schedule = values.get("schedule")
+        options = {**values, **(schedule if isinstance(schedule, dict) else {})}
+        words = ["paceline", "train", values["problem"], *_launch_words(config)]
+        return shlex.join([*words, *(word for name, value in options.items() for word in _words(str(name), value))])
+    if isinstance(script, list) and script:
+        chosen = [word for name in ("policy", "codec") for word in _words(name, config.get(name))]
+        return shlex.join(["paceline", "run", *_launch_words(config), *chosen, *map(str, script)])
+    return None
+
+
+def _launch_words(config: Mapping[str, Any]) -> list[str]:
+    """The options that say on which processes a run is made, and how slow they are."""
+    processes = config.get("world_size")
+    workers = processes // _processes_per_worker(config.get("policy")) if isinstance(processes, int) else None
+    options = {"workers": workers, **{name: config.get(name) for name in ("servers", "delay", "delay_unit")}}
+    return [word for name, value in options.items() for word in _words(name, value)]
+
+
+def _processes_per_worker(policy: Any) -> int:
+    """How many processes a policy has in the place of each worker; 1 if it is not known here."""
+    try:
+        parsed = parse_policy(str(policy))
+    except PacelineError:
+        return 1
+    return parsed.processes_per_worker if isinstance(parsed, PeersPolicy) else 1
 
 
 def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, list):
         value = ",".join(f"{each:g}" if isinstance(each, float) else str(each) for each in value)
-    if value is None or value is False or _DEFAULTS.get(name) == value:
+    if name in _NO_OPTIONS or value is None or value is False or _DEFAULTS.get(name) == value:
         return []
     option = f"--{name.replace('_', '-')}"
     return [option] if value is True else [option, str(value)]

@@ -137,7 +137,7 @@ class Entry:
     policy: str
     seed: int | None
     name: str
-    status: str  # done, failed, running or waiting
+    status: str  # done, failed, running, interrupted or waiting
     error: str | None  # why it failed, or cannot be read
     run: RunData | None
 
@@ -153,7 +153,6 @@ class Comparison:
     target: float | None
     workers: int | None
     delay: str | None
-    delay_unit: str | None
     virtual: bool
     seeds: tuple[int, ...]
     command: str | None
@@ -180,7 +179,11 @@ def read_run(
     path = Path(path)
     _check_directory(path)
     notes: list[str] = []
-    config = read_config(path, notes)
+    try:
+        config = read_config(path, notes)
+    except BrokenFileError as error:
+        notes.append(f"{error}; so its policy and options are not known.")
+        config = {}
     written = is_being_written(path)
     timeline = _read_timeline(path, written, notes)
     workers = _whole(config.get("world_size")) or len(timeline) or None
@@ -203,7 +206,7 @@ def read_run(
         workers=workers,
         problem=_text(train.get("problem")) or _text(config.get("problem")),
         codec=_text(config.get("codec")),
-        delay=_delay_text(config.get("delay"), config.get("delay_unit")),
+        delay=delay_text(config),
         metric=events.metric,
         higher_is_better=bool(events.higher_is_better),
         error_is=events.error_is,
@@ -218,6 +221,7 @@ def read_run(
         changes=_changes_of(timeline) if timeline else _changes_told(events, started),
         config=config,
         command=command_again(config),
+        virtual=config.get("virtual") is True,
         notes=tuple(notes),
     )
 
@@ -236,8 +240,7 @@ def read_comparison(path: str | os.PathLike[str]) -> Comparison:
         higher_is_better=bool(header.get("higher_is_better")),
         target=_finite(header.get("target")),
         workers=_whole(header.get("workers")),
-        delay=_text(header.get("delay")),
-        delay_unit=_text(header.get("delay_unit")),
+        delay=delay_text(header),
         virtual=bool(header.get("virtual")),
         seeds=tuple(seed for seed in _list(header.get("seeds")) if _whole(seed) is not None),
         command=_joined(command),
@@ -249,11 +252,12 @@ def read_comparison(path: str | os.PathLike[str]) -> Comparison:
 def _read_entry(comparison: Comparison, listed: Any) -> Entry:
     values = _mapping(listed)
     policy, seed, name = _text(values.get("policy")) or "?", _whole(values.get("seed")), _text(values.get("run")) or ""
+    status = _text(values.get("status")) or "unknown"
     entry = Entry(
         policy=policy,
         seed=seed,
         name=name,
-        status=_text(values.get("status")) or "unknown",
+        status="interrupted" if status == "running" and is_abandoned(comparison.path) else status,
         error=_text(values.get("error")),
         run=None,
     )
@@ -272,7 +276,7 @@ def _read_entry(comparison: Comparison, listed: Any) -> Entry:
         seed=seed if seed is not None else run.seed,
         problem=comparison.problem or run.problem,
         target=comparison.target,
-        delay=_delay_text(comparison.delay, comparison.delay_unit) or run.delay,
+        delay=comparison.delay or run.delay,
         virtual=comparison.virtual,
         ended=ended,
     )
@@ -294,16 +298,20 @@ def _check_directory(path: Path, *wanted: str) -> None:
         raise UsageError(f"{path} {found}: wanted {' or '.join(names)} in it; name the directory of a run")
 
 
+class BrokenFileError(UsageError):
+    """A file that should hold a JSON object holds none."""
+
+
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object; raise a ``UsageError`` if it does not."""
+    """Read a file that holds a JSON object; raise a ``BrokenFileError`` if it does not."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is broken: it is no JSON ({error})") from error
+        raise BrokenFileError(f"{file} is broken: it is no JSON ({error})") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{file} is broken: wanted a JSON object, found {type(found).__name__}")
+        raise BrokenFileError(f"{file} is broken: wanted a JSON object, found {type(found).__name__}")
     return found
 
 
@@ -341,13 +349,23 @@ def is_being_written(path: str | os.PathLike[str]) -> bool:
 
     It has ``run.lock`` open. The lock is not asked for: a run that starts at this instant would be refused.
     """
-    lock = Path(path) / "run.lock"
+    return _is_owned(Path(path)) is True
+
+
+def is_abandoned(path: str | os.PathLike[str]) -> bool:
+    """Whether a process of this host has owned the run or comparison, and none does now."""
+    return _is_owned(Path(path)) is False
+
+
+def _is_owned(path: Path) -> bool | None:
+    """Whether the last owner still has ``run.lock`` open; None if it is not known, or on another host."""
+    lock = path / "run.lock"
     try:
         owner = re.fullmatch(r"process (\d{1,9}) on (.+)", lock.read_text().strip())
     except (OSError, ValueError):
-        return False
+        return None
     if owner is None or owner[2] != socket.gethostname():
-        return False
+        return None
     files = Path("/proc", owner[1], "fd")
     if not Path("/proc/self/fd").exists():
         return _lives(int(owner[1]))
@@ -377,7 +395,7 @@ def _read_timeline(path: Path, written: bool, notes: list[str]) -> dict[int, Rec
         return {}
     sound = {rank: _sound(spans) for rank, spans in found.items()}
     if broken := sum(len(found[rank]) - len(spans) for rank, spans in sound.items()):
-        notes.append(f"{broken} records of its timeline are broken and left out.")
+        notes.append(f"Records of its timeline that are broken and left out: {broken}.")
     sound = {rank: spans for rank, spans in sound.items() if len(spans)}
     if not sound:
         notes.append("It has no timeline of its workers.")
@@ -434,12 +452,11 @@ def _last(values: Floats) -> float:
     return float(values[-1]) if len(values) else np.nan
 
 
-def _delay_text(delay: Any, unit: Any) -> str | None:
-    if isinstance(delay, list | tuple) and len(delay) == 2:
-        delay, unit = delay
+def delay_text(values: Mapping[str, Any]) -> str | None:
+    """The delay that a configuration tells of, with its unit."""
+    delay, unit = values.get("delay"), values.get("delay_unit")
     if not delay:
         return None
-    unit = f"{unit:g} s" if isinstance(unit, int | float) else unit
     return f"{delay} in units of {unit}" if unit else str(delay)
 
 

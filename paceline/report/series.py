@@ -12,6 +12,7 @@ class Axis:
 
     label: str
     scale: Literal["linear", "log"] = "linear"
+    mark: tuple[float, str] | None = None  # a dashed line across the plot there, and what it is
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,8 +41,15 @@ def print_summary(rows: Sequence[Row]) -> None:
         values = dataclasses.asdict(row)
         known = {name: None if isinstance(each, float) and math.isnan(each) else each for name, each in values.items()}
         if row.seeds > 1 and known["seconds_to_target"] is not None:
-            known["seconds_to_target"] = f"{row.seconds_to_target:.3g} +- {row.seconds_spread:.2g}"
+            known["seconds_to_target"] = _with_spread(row.seconds_to_target, row.seconds_spread)
         shown.append({title: known[name] for name, title in _SUMMARY.items()})
     several = any(row.seeds > 1 for row in rows)
     formats = ["", ">" if several else ".3g", *_FORMATS[2:]]
     print_table(shown, dict(zip(_SUMMARY.values(), formats, strict=True)))
+
+
+def _with_spread(mean: float, spread: float) -> str:
+    """Both with as many decimals as give the mean three digits."""
+    decimals = 2 - math.floor(math.log10(abs(mean))) if mean else 2
+    decimals = min(9, max(0, decimals))
+    return f"{mean:,.{decimals}f} +- {spread:,.{decimals}f}"

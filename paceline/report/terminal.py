@@ -25,11 +25,15 @@ WIDE = 110  # columns of a terminal that shows the breakdown of the time
 SHORT = {"forward": "fwd", "backward": "bwd", "communication": "comm", "waited": "wait", "optimizer": "opt"}
 
 
+def _title_column() -> TextColumn:
+    return TextColumn("{task.description}", markup=False)  # it may be the name of a user's file
+
+
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar on stderr, if that is a terminal; yields the function that moves it."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (_title_column(), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
@@ -45,7 +49,7 @@ class ProgressLine:
     def __init__(self, title: str, *, unit: str = "examples", console: Console | None = None) -> None:
         console = console or Console(stderr=True)
         columns: list[ProgressColumn] = [
-            TextColumn("{task.description}"),
+            _title_column(),
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.report.events import Floats
-from paceline.report.groups import Group, curves_of, share_of, smooth, summarise
+from paceline.report.groups import Group, curves_of, loss_curve, share_of, summarise, time_label
 from paceline.report.material import Material
 from paceline.report.runs import KINDS, Change, RunData
 from paceline.report.spans import MOST_SPANS, pack
@@ -31,13 +31,14 @@ def view_of(material: Material, *, most_spans: int = MOST_SPANS) -> dict[str, An
             "sentence": material.sentence,
             "failures": list(material.failures),
             "notes": _notes(material),
-            "error": _error_axis(runs),
+            "error": error_axis(runs),
+            "time": time_label(runs),
             "summary": [dataclasses.asdict(row) for row in summarise(groups)],
             "curves": {
                 "time": _curves(groups, lambda run: (run.points.seconds, run.points.error)),
                 "examples": _curves(groups, lambda run: (run.points.examples, run.points.error)),
                 "bytes": _curves(groups, lambda run: (run.points.bytes, run.points.error)),
-                "loss": _curves(groups, lambda run: smooth(run.progress.seconds, run.progress.loss)),
+                "loss": _curves(groups, loss_curve),
             },
             "staleness": _staleness(groups),
             "breakdown": _breakdown(groups),
@@ -80,7 +81,8 @@ def _few(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
-def _error_axis(runs: Sequence[RunData]) -> dict[str, Any]:
+def error_axis(runs: Sequence[RunData]) -> dict[str, Any]:
+    """What the axis of errors shows: its label, whether errors are shares, and the target if all have the same."""
     kinds = list(dict.fromkeys(run.error_is for run in runs if len(run.points.error))) or ["error"]
     targets = {run.target_error for run in runs if math.isfinite(run.target_error)}
     target = targets.pop() if len(targets) == 1 else math.nan

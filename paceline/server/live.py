@@ -157,7 +157,7 @@ class LiveServer:
         self._memory.wrote()  # though one who was killed may not have got so far
         self._store = ParameterStore(self._train_state, self._layouts, self._memory.down, self._rule)
         self._members: dict[int, Member] = {}
-        self._latest: dict[int, Member] = {}  # the same, with those that have left
+        self._remembering: dict[int, Member] = {}  # the last of each rank whose codec's memory is of this host
         self._by_peer: dict[Peer, Member] = {}
         self._figures: dict[int, Figures] = {}
         self._num_bytes = 0  # of tensors moved since the last commit
@@ -319,7 +319,9 @@ class LiveServer:
         if self._queue.epoch > self._start_epoch:
             member.first_epoch = self._queue.epoch
         kept = self._hand_over_memory(member, of_this_host=hello.local and rank < self._workers and not peer.remote)
-        self._members[rank] = self._latest[rank] = self._by_peer[peer] = member
+        self._members[rank] = self._by_peer[peer] = member
+        if member.remembers is not None:
+            self._remembering[rank] = member
         self._enter(member)
         self._trace(traced.Joined(rank, member.life, self._now(), self._queue.epoch, kept))
         self._host.note("joined", {"worker": rank, "incarnation": member.incarnation})
@@ -356,7 +358,7 @@ class LiveServer:
         """What the codecs remember of the pushes that are committed, for a checkpoint; of workers of this host."""
         if self._kept_codecs is None:
             return {}
-        found = {rank: self._remembered(member) for rank, member in self._latest.items()}
+        found = {rank: self._remembered(member) for rank, member in self._remembering.items()}
         return self._kept_codecs.state_dict({rank: kept for rank, kept in found.items() if kept is not None})
 
     def _remembered(self, member: Member) -> Kept | None:
@@ -609,17 +611,29 @@ class LiveServer:
         version, more = self._memory.version, len(rest)
         lacks_all = member.behind is not None and member.behind.lacks_all
         packet = self._packet_for(member) if fresh else None
-        given = traced.Given(member.rank, step, version, fresh, first.epoch, first.number, more, first.weight)
-        self._trace(given._replace(packet=packet is not None))
-        exchanged = member.exchanges if member.exchanged else -1
+        has_packet = packet is not None
+        self._trace(
+            traced.Given(member.rank, step, version, fresh, first.epoch, first.number, more, first.weight, has_packet)
+        )
         tensors = packet
         if fresh and packet is None:
             tensors = self._parameters_for(member, exchanged=member.exchanged)
         member.figures.bytes_out += self._down_bytes if fresh else 0
         if fresh:
             self._num_bytes += self._down_bytes if packet is None else self._as_sent(packet.nbytes)
-        go = wire.Go(step, version, fresh, first.epoch, first.number, member.ask, more=more, weight=first.weight)
-        go = go._replace(exchanged=exchanged, taken=member.taken, packet=packet is not None and not lacks_all)
+        go = wire.Go(
+            step,
+            version,
+            fresh,
+            first.epoch,
+            first.number,
+            member.ask,
+            exchanged=member.exchanges if member.exchanged else -1,
+            taken=member.taken,
+            more=more,
+            weight=first.weight,
+            packet=has_packet and not lacks_all,
+        )
         member.peer.send(go, tensors)
 
     def _batches_for(self, member: Member, work: decided.Work | None) -> list[GivenBatch] | None:

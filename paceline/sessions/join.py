@@ -130,7 +130,7 @@ def join(
             keep=keep,
             log_every=log_every,
             on_nan=on_nan,
-            config=dict(config or {}),
+            config={**({} if assignment is None else assignment.described()), **(config or {})},
         )
     )
 
@@ -146,7 +146,7 @@ def join_with_server(request: JoinRequest) -> Session:
     servers = 1 + len(assignment.shard_fds)
     check_dealt(request.train_state.model, servers)  # by whoever comes first
     assert isinstance(request.policy, ServerPolicy)
-    CommitRule.of(request.policy, request.codec, servers=servers)
+    CommitRule.of(request.policy, request.codec, servers=servers).check_optimizers(request.train_state)
     if assignment.role == "server":
         raise SystemExit(host(request, assignment))
     return join_as_worker(

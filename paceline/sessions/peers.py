@@ -114,13 +114,16 @@ class PeersSession(ReformingSession):
         found = self._run_state.resume(path, resume)
         if found is not None:
             self.steps, self._blocks, self.seed, self._highest_rate, self._decayed = found
-        self._seed_codec()
+        self._prepare_codec()
         self._exchange.started(self._progress())
         if self._forming is not None:
-            self._data.workers = self._forming.formation.members
+            members = self._forming.formation.members
+            self._data.begin(members)
             self.generation = self._forming.formation.number
             self._exchange.confirm()
             self._forming.begun()
+            if members != (wanted := tuple(map(Member, range(self._forming.workers)))):
+                self._tell_supervisor(wanted, 0.0)
         self._run_state.open(self.seed, config)
 
     def record_run(self, replay: Path | None) -> None:

@@ -25,7 +25,7 @@ from paceline.peers.exchange import Alone, Exchange, check_same_model
 from paceline.peers.forming import Forming
 from paceline.peers.group import Peers
 from paceline.policies import Progress
-from paceline.record.run import Run
+from paceline.record.run import Run, checkpoints_of
 from paceline.record.timeline import Kind
 from paceline.sessions.run_state import Position, RunState
 from paceline.sessions.session import Session
@@ -194,6 +194,8 @@ class ReformingSession(Session):
                 "run": self._state(kept) if any(map(formation.copies, range(peers.size))) else None,
             }
             shared = exchange.share(shared if peers.rank == source else None, source)
+            # All save or none does, so they have to agree on what is saved already.
+            saved_at = exchange.share(self._saved_at(formation.furthest.steps))
             if kept or not exchange.replicas_differ:  # else a newcomer, which copies all
                 exchange.load_state_dict({**kept, **shared["exchange"]})
         except BaseException:
@@ -201,6 +203,7 @@ class ReformingSession(Session):
             raise
         self._exchange = exchange
         self._run_state.go_on(exchange)
+        self._run_state.saved_at = saved_at
         self._nan_guard.each_skips = exchange.replicas_differ
         if formation.copies(peers.rank):
             self._copy(shared["run"])
@@ -212,17 +215,24 @@ class ReformingSession(Session):
         if self.rank == 0 and self._run_path is not None and self.run is None:
             self.run = Run(self._run_path, resume=True, keep=self._keep)
             self._run_state.take_over(self.run, self.steps)
-        self._seed_codec()
+        self._prepare_codec()
         if exchange.coding is not None:
             # One that copies a later state has sent all of its part of it, or has just joined, and remembers nothing.
             exchange.coding.load_state_dict(self._coded[formation.copies(peers.rank)])
         self._exchange.started(self._progress())
         self._exchange.give_up(formation.furthest.steps)
 
-    def _seed_codec(self) -> None:
-        """Let the codec's random numbers follow from the run's seed."""
+    def _saved_at(self, steps: int) -> int | None:
+        """The step of the newest checkpoint, as worker 0 knows it, of which others have made so many ``steps``."""
+        if self.run is not None or self._run_path is None:
+            return self._run_state.saved_at
+        return steps if checkpoints_of(self._run_path).file(steps).exists() else None
+
+    def _prepare_codec(self) -> None:
+        """Let the codec's random numbers follow from the run's seed, and tell it what scales the gradients."""
         if self._exchange.coding is not None:
             self._exchange.coding.seed = self.seed
+            self._exchange.coding.scaler = self._train_state.scaler
 
     def _take_part(self) -> None:
         """Take batches as a member of the new group, as soon as this worker has made the steps that others have made.
@@ -260,20 +270,20 @@ class ReformingSession(Session):
 
     def _tell(self, before: tuple[Member, ...], pause: float) -> None:
         """Tell the supervisor and the metrics who has died and joined."""
-        assert self._forming is not None
-        members = self._forming.formation.members
-        died = [member for member in before if member not in members]
-        joined = [member for member in members if member not in before]
+        self._write("re-formed", generation=self.generation, **self._tell_supervisor(before, pause))
+        self._write_lives("left", [member for member in before if member not in self._members], dead=True)
+        self._write_lives("joined", [member for member in self._members if member not in before], dead=None)
+
+    def _tell_supervisor(self, before: tuple[Member, ...], pause: float) -> dict[str, Any]:
+        """Tell the supervisor how the workers differ from those of ``before``, and return what it was told."""
         change = {
             "workers": self.world_size,
-            "died": sorted({member.worker for member in died}),
-            "joined": sorted({member.worker for member in joined}),
+            "died": sorted({member.worker for member in before if member not in self._members}),
+            "joined": sorted({member.worker for member in self._members if member not in before}),
             "pause": pause,
         }
         report("re-formed", step=self.steps, number=self.generation, **change)
-        self._write("re-formed", generation=self.generation, **change)
-        self._write_lives("left", died, dead=True)
-        self._write_lives("joined", joined, dead=None)
+        return change
 
     @property
     def _members(self) -> tuple[Member, ...]:

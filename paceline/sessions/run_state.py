@@ -152,8 +152,11 @@ class RunState:
 
     def load(self, state: Mapping[str, Any]) -> Position:
         """Load the state of a checkpoint."""
-        self._load_replica(state)
-        return self._load_position(state)
+        as_before = self._load_replica(state)
+        position = self._load_position(state)
+        if not as_before:
+            self._data.exchanged()
+        return position
 
     def _load_position(self, state: Mapping[str, Any]) -> Position:
         self._data.load_state_dict(state["data"])
@@ -172,8 +175,10 @@ class RunState:
                 steps,
             )
 
-    def _load_replica(self, state: Mapping[str, Any]) -> None:
+    def _load_replica(self, state: Mapping[str, Any]) -> bool:
         """Load this worker's own replica; or the run's answer, if there were more or fewer, or another policy.
+
+        Return whether it was its own.
 
         What the exchanges of all workers have in common is in that of worker 0.
         """
@@ -190,6 +195,7 @@ class RunState:
             exchange.agreed()
         elif exchange.coding is not None:
             exchange.coding.load_state_dict(own["codec"])
+        return as_many
 
     # Going on with other workers --------------------------------------------------------------------------
 
@@ -207,7 +213,6 @@ class RunState:
     def take_over(self, run: Run, steps: int) -> None:
         """Read and write for all from now on, in the place of a worker 0 that has died after so many steps."""
         self._run = run
-        self.saved_at = steps if run.checkpoints.file(steps).exists() else None
         run.open_metrics(length_up_to(run.metrics_file, steps))
 
     # Saving -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Self
 from torch import Tensor
 
 from paceline.aggregators import Aggregator, Mean, Needs, aggregator_of
-from paceline.codecs import Codec, Parts
+from paceline.codecs import Codec, Parts, Sign
 from paceline.errors import UsageError
 from paceline.policies.messages import PushKind
 from paceline.policies.server import ServerPolicy
@@ -39,6 +39,17 @@ class CommitRule:
         if not self.aggregator.remembers or train_state.remembered is not None:
             return train_state
         return replace(train_state, remembered=Remembered(train_state.model.parameters()))
+
+    def check_optimizers(self, train_state: TrainState) -> None:
+        """Raise if the optimizers' momentum would multiply what the codec leaves out on both ways."""
+        codec = self.codec
+        if not isinstance(codec, Sign) or not codec.both or self.kind is not PushKind.GRADIENT:
+            return
+        if any(group.get("momentum") for optimizer in train_state.optimizers for group in optimizer.param_groups):
+            raise codec.mistake(
+                "both=true leaves errors on both ways for later steps, and momentum multiplies them until the model "
+                "does not learn; use an optimizer without momentum, or both=false"
+            )
 
     @property
     def codec_remembers(self) -> bool:

@@ -115,6 +115,8 @@ class RunningMean:
             self._weight, self._used, self._taken, self._alone = 0.0, 0, [], None
 
     def _means(self) -> list[Share]:
+        if self._alone is not None and len(self._taken) == 1:  # quicker, and most commits of async
+            return [Share(self._taken[0][0], 1.0)]
         keys, examples = zip(*self._taken, strict=True)
         return [*map(Share, keys, mean_weights(examples))]
 

@@ -43,7 +43,13 @@ class CodecsStudy(ArmStudy):
     model: str | None = option("net3", "The network.")
     workers: int = option(4, "Of every line.")
     lines: tuple[str, ...] = option(
-        ("diloco(every=8, outer_momentum=0.5) + sign", "diloco(every=64, outer_momentum=0.5) + sign"),
+        (
+            "diloco(every=8, outer_momentum=0.5) + sign",
+            *(
+                f"diloco(every={every}, outer_lr=1.0, outer_momentum=0.5) + sparse-ternary(density={density})"
+                for every, density in ((16, 0.033), (32, 0.033), (32, 0.015), (64, 0.015))
+            ),
+        ),
         "Codecs, policies, or a policy + a codec, with commas between.",
     )
     batch_size: int = option(32, "Of each worker.")

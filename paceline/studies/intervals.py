@@ -52,14 +52,7 @@ def verdict(claim: str, advantages: Sequence[float], unit: str, *, at_least: flo
     'A is below B: not shown (by 0.30 +- 3.23 points, 3 seeds).'
     """
     found = interval(advantages)
-    if found.half is None:
-        return f"{claim}: one seed shows nothing (by {found.show(decimals)} {unit})."
-    word = "not shown"
-    if found.mean - found.half > at_least:
-        word = "holds"
-    elif found.mean + found.half < at_least:
-        word = "does not hold"
-    return f"{claim}: {word} (by {found.show(decimals)} {unit}, {len(advantages)} seeds)."
+    return _judged(claim, found, f"by {found.show(decimals)} {unit}", len(advantages), above=at_least)
 
 
 def agreement(claim: str, differences: Sequence[float], unit: str, *, within: float, decimals: int = 2) -> str:
@@ -73,15 +66,8 @@ def agreement(claim: str, differences: Sequence[float], unit: str, *, within: fl
     'A is as B, within 5 %: does not hold (they differ by 9.10 +- 0.25 %, 3 seeds).'
     """
     found = interval(differences)
-    claim = f"{claim}, within {within:g} {unit}"
-    if found.half is None:
-        return f"{claim}: one seed shows nothing (they differ by {found.show(decimals)} {unit})."
-    word = "not shown"
-    if abs(found.mean) + found.half < within:
-        word = "holds"
-    elif abs(found.mean) - found.half > within:
-        word = "does not hold"
-    return f"{claim}: {word} (they differ by {found.show(decimals)} {unit}, {len(differences)} seeds)."
+    claim, shown = f"{claim}, within {within:g} {unit}", f"they differ by {found.show(decimals)} {unit}"
+    return _judged(claim, found, shown, len(differences), above=-within, below=within)
 
 
 def limit(claim: str, values: Sequence[float], unit: str, *, below: float, decimals: int = 2) -> str:
@@ -95,12 +81,20 @@ def limit(claim: str, values: Sequence[float], unit: str, *, below: float, decim
     'A loses less than 1 points: not shown (1.10 +- 0.25 points, 3 seeds).'
     """
     found = interval(values)
-    claim = f"{claim} less than {below:g} {unit}"
+    claim, shown = f"{claim} less than {below:g} {unit}", f"{found.show(decimals)} {unit}"
+    return _judged(claim, found, shown, len(values), below=below)
+
+
+def _judged(
+    claim: str, found: Interval, shown: str, seeds: int, *, above: float = -math.inf, below: float = math.inf
+) -> str:
+    """The sentence on a claim, which holds if the whole interval lies between two numbers."""
     if found.half is None:
-        return f"{claim}: one seed shows nothing ({found.show(decimals)} {unit})."
+        return f"{claim}: one seed shows nothing ({shown})."
+    low, high = found.mean - found.half, found.mean + found.half
     word = "not shown"
-    if found.mean + found.half < below:
+    if above < low and high < below:
         word = "holds"
-    elif found.mean - found.half > below:
+    elif high < above or below < low:
         word = "does not hold"
-    return f"{claim}: {word} ({found.show(decimals)} {unit}, {len(values)} seeds)."
+    return f"{claim}: {word} ({shown}, {seeds} seeds)."

@@ -62,6 +62,7 @@ class GradientWork:
         adopt(self._layouts, self._memory)
         schedulers = () if scheduler is None else (scheduler,)
         train_state = TrainState(model=self.model, optimizers=[made], schedulers=schedulers)
+        rule.check_optimizers(train_state)
         self._store = ParameterStore(rule.remembering(train_state), self._layouts, self._memory, rule)
         own = make_optimizer(plan.optimizer or plan.problem.recipe.optimizer, self._replica.parameters())
         self._local = make_local_steps(

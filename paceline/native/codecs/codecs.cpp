@@ -1,12 +1,13 @@
 #include "codecs.h"
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
+
+#include "../instruction_sets.h"
 
 // GCC on x86-64 compiles the loops twice and chooses at run time; other compilers and processors get them once.
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -76,15 +77,9 @@ const InstructionSet instruction_sets[] = {
     {"baseline", PACELINE_LOOPS(baseline), true},
 };
 
-const InstructionSet* best_instruction_set() {
-  const InstructionSet* set = instruction_sets;
-  while (!set->is_here) ++set;
-  return set;
-}
+InstructionSets sets(instruction_sets);
 
-std::atomic<const InstructionSet*> chosen{best_instruction_set()};
-
-const InstructionSet& loops() { return *chosen.load(std::memory_order_relaxed); }
+const InstructionSet& loops() { return sets.used(); }
 
 }  // namespace
 
@@ -141,13 +136,6 @@ void add_at(const int64_t* indices, const float* values, size_t count, float* ou
 
 const char* instruction_set() { return loops().name; }
 
-bool choose_instruction_set(const std::string& name) {
-  for (const InstructionSet& set : instruction_sets)
-    if (set.is_here && name == set.name) {
-      chosen.store(&set);
-      return true;
-    }
-  return false;
-}
+bool choose_instruction_set(const std::string& name) { return sets.use(name); }
 
 }  // namespace paceline::codecs

@@ -1,4 +1,5 @@
 // Codes of variable length, which are written and read bit by bit: no instruction set helps.
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -41,7 +42,14 @@ class BitReader {
   BitReader(const uint8_t* data, size_t bytes) : at_(data), end_(data + bytes) {}
 
   uint64_t peek() {
-    while (held_ <= 56 && at_ < end_) {
+    if (held_ <= 32 && end_ - at_ >= 4) {
+      uint32_t next;
+      memcpy(&next, at_, 4);
+      word_ |= uint64_t(next) << held_;
+      at_ += 4;
+      held_ += 32;
+    }
+    while (held_ <= 32 && at_ < end_) {
       word_ |= uint64_t(*at_++) << held_;
       held_ += 8;
     }
@@ -67,56 +75,50 @@ class BitReader {
   bool overrun_ = false;
 };
 
-uint64_t reversed(uint64_t number, int width) {
-  uint64_t result = 0;
-  for (int i = 0; i < width; ++i, number >>= 1) result = result << 1 | (number & 1);
-  return result;
-}
-
 struct Code {
   uint64_t bits;
   int length;
 };
 
-Code omega(uint64_t number) {
-  Code code{0, 1};
-  while (number > 1) {
-    const int width = std::bit_width(number);
-    code.bits = code.bits << width | reversed(number, width);
-    code.length += width;
-    number = width - 1;
-  }
-  return code;
+// As many zeros as the number has bits behind its first one; a one; those bits.
+Code gamma(uint64_t number) {
+  const int behind = std::bit_width(number) - 1;
+  const uint64_t rest = number ^ uint64_t(1) << behind;
+  return {(rest << 1 | 1) << behind, 2 * behind + 1};
 }
 
-constexpr int known_codes = 512;
-
-struct Known {
-  Code codes[known_codes];
-  Known() {
-    for (int i = 1; i < known_codes; ++i) codes[i] = omega(i);
-  }
-};
-
-void put_omega(Writer& writer, uint64_t number) {
-  static const Known known;
-  const Code code = number < known_codes ? known.codes[number] : omega(number);
-  if (code.length <= 32) return writer.put(code.bits, code.length);
-  writer.put(code.bits & 0xffffffff, 32);
-  writer.put(code.bits >> 32, code.length - 32);
+// The number of bits, in that code, and those behind the first one.
+Code delta(uint64_t number) {
+  const int width = std::bit_width(number);
+  const Code head = gamma(width);
+  return {head.bits | (number ^ uint64_t(1) << (width - 1)) << head.length, head.length + width - 1};
 }
 
-// 0 if it is no code.
-uint64_t take_omega(BitReader& reader) {
-  uint64_t number = 1;
-  while (reader.peek() & 1) {
-    const int width = static_cast<int>(number) + 1;
-    if (width > 32) return 0;
-    number = reversed(reader.take(width), width);
-    if (reader.overrun()) return 0;
+// Gaps that are as long as this in the mean are shorter in the second code.
+constexpr size_t long_gap = 24;
+
+bool has_long_gaps(size_t coded, size_t count) { return coded * long_gap <= count; }
+
+void put_long(Writer& writer, Code code) {
+  if (code.length > 32) {
+    writer.put(code.bits & 0xffffffff, 32);
+    code = {code.bits >> 32, code.length - 32};
   }
-  reader.take(1);
-  return reader.overrun() ? 0 : number;
+  writer.put(code.bits, code.length);
+}
+
+// 0 if it is no code of a number below 2^32.
+uint64_t take_gamma(BitReader& reader) {
+  const int behind = std::countr_zero(reader.peek());
+  if (behind > 31) return 0;
+  reader.take(behind + 1);
+  return uint64_t(1) << behind | reader.take(behind);
+}
+
+uint64_t take_delta(BitReader& reader) {
+  const uint64_t width = take_gamma(reader);
+  if (width == 0 || width > 32) return 0;
+  return uint64_t(1) << (width - 1) | reader.take(static_cast<int>(width) - 1);
 }
 
 }  // namespace
@@ -124,30 +126,38 @@ uint64_t take_omega(BitReader& reader) {
 std::pair<size_t, size_t> write_elias(const uint8_t* codes, size_t count, int levels, uint8_t* out) {
   const int sign_at = width_of(levels) - 1;
   const uint8_t below_sign = static_cast<uint8_t>((1 << sign_at) - 1);
+  const size_t coded = std::count_if(codes, codes + count, [&](uint8_t code) { return (code & below_sign) != 0; });
+  const bool long_gaps = has_long_gaps(coded, count);
   Writer writer(out);
-  size_t coded = 0, next = 0;  // the index behind the last one
+  size_t next = 0;  // the index behind the last one
   for (size_t i = 0; i < count; ++i) {
     const uint8_t level = codes[i] & below_sign;
     if (level == 0) continue;
-    put_omega(writer, i + 1 - next);
-    writer.put(codes[i] >> sign_at, 1);
-    if (levels > 1) put_omega(writer, level);
+    const Code gap = long_gaps ? delta(i + 1 - next) : gamma(i + 1 - next);
+    const Code size = levels > 1 ? gamma(level) : Code{0, 0};
+    const Code rest{uint64_t(codes[i] >> sign_at) | size.bits << 1, size.length + 1};
+    if (gap.length + rest.length <= 32) {
+      writer.put(gap.bits | rest.bits << gap.length, gap.length + rest.length);
+    } else {
+      put_long(writer, gap);
+      writer.put(rest.bits, rest.length);
+    }
     next = i + 1;
-    ++coded;
   }
   return {coded, writer.finish()};
 }
 
 bool read_elias(const uint8_t* data, size_t bytes, size_t coded, size_t count, int levels, uint8_t* codes) {
   const int sign_at = width_of(levels) - 1;
+  const bool long_gaps = has_long_gaps(coded, count);
   memset(codes, 0, count);
   BitReader reader(data, bytes);
   size_t next = 0;
   for (size_t i = 0; i < coded; ++i) {
-    const uint64_t gap = take_omega(reader);
+    const uint64_t gap = long_gaps ? take_delta(reader) : take_gamma(reader);
     if (gap == 0 || gap > count - next) return false;
     next += gap;
-    const uint64_t sign = reader.take(1), level = levels > 1 ? take_omega(reader) : 1;
+    const uint64_t sign = reader.take(1), level = levels > 1 ? take_gamma(reader) : 1;
     if (level == 0 || level > static_cast<uint64_t>(levels) || reader.overrun()) return false;
     codes[next - 1] = static_cast<uint8_t>(level | sign << sign_at);
   }

@@ -14,6 +14,7 @@ from paceline.record.following import News, RunTail, finite
 from paceline.report.live.history import History, Update
 from paceline.report.live.strips import CELL, CELLS
 from paceline.report.live.workers import STATES, Worker, Workers
+from paceline.report.runs import delay_text
 
 _CHANGES = 60  # births and deaths that are listed
 _SLOWEST = 8  # workers that are listed as such
@@ -153,8 +154,8 @@ class LiveRun:
             "whole": whole,
             "now": now,
             "virtual": self.begun and self._latest < _VIRTUAL,
-            "config": {name: _short(self.config.get(name)) for name in ("policy", "codec", "seed", "delay")}
-            | {"problem": _short(self._option("problem"))},
+            "config": {name: _short(self.config.get(name)) for name in ("policy", "codec", "seed")}
+            | {"problem": _short(self._option("problem")), "delay": _short(delay_text(self.config))},
             "progress": self._progress(now, over=over),
             "figures": self._figures(now),
             "history": {

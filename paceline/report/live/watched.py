@@ -11,7 +11,7 @@ from typing import Any, Literal
 from paceline.errors import PacelineError, UsageError
 from paceline.record.following import News
 from paceline.report.live.run import LiveRun
-from paceline.report.runs import COMPARISON, check_format, is_being_written, read_config, read_json
+from paceline.report.runs import COMPARISON, check_format, is_abandoned, is_being_written, read_config, read_json
 
 Stage = Literal["waiting", "running", "ended"]
 
@@ -110,7 +110,7 @@ class Watched:
                 self._run.expect(config)
         news = self._run.look(self._turn)
         if news.broken:
-            notes.append(f"{news.broken} broken lines of its metrics are left out.")
+            notes.append(f"Lines of its metrics that are broken and left out: {news.broken}.")
         if news.problem is not None:
             notes.append(f"{news.problem}.")
         self.message = " ".join(notes) or None
@@ -156,11 +156,7 @@ class Watched:
         statuses = [entry["status"] for entry in self._entries()]
         if "running" not in statuses and "waiting" not in statuses:
             return False
-        is_virtual = (self._comparison or {}).get("virtual") is True  # then nobody owns a run
-        if "running" in statuses and (owned or is_virtual):
-            return True
-        sign = max(self._active_at or 0.0, (self.path / COMPARISON).stat().st_mtime)
-        if now - sign < _LONG_PAUSE:
+        if is_being_written(self.path) or (not is_abandoned(self.path) and self._shows_signs(statuses, owned, now)):
             return True
         left = len(statuses) - statuses.count("done") - statuses.count("failed")
         self.message = (
@@ -168,6 +164,13 @@ class Watched:
             f"Go on with: paceline compare --resume {self.path}"
         )
         return False
+
+    def _shows_signs(self, statuses: list[str], owned: bool, now: float) -> bool:
+        """Whether a comparison whose owner is not seen from here has been at work lately."""
+        is_virtual = (self._comparison or {}).get("virtual") is True  # then nobody owns a run
+        if "running" in statuses and (owned or is_virtual):
+            return True
+        return now - max(self._active_at or 0.0, (self.path / COMPARISON).stat().st_mtime) < _LONG_PAUSE
 
     def _run_now(self) -> Path:
         """The run of the comparison that goes on, or the last one that did; no directory outside of it."""

@@ -259,19 +259,16 @@
         options.label ?? `${options.yLabel} against ${options.xLabel}: ${series.map((each) => each.label).join(", ")}`,
     });
     append(drawing, axes(x, y, margin, inner, width, options, xUnit));
+    const targetLabel = [];
     if (Number.isFinite(data.target) && usable(data.target)) {
       const at = y.at(data.target);
-      drawing.append(
-        svg("line", { class: "target", x1: margin.left, x2: inner.right, y1: at, y2: at }),
-        svg(
-          "text",
-          { class: "target-label", x: inner.right - 4, y: at - 5, "text-anchor": "end" },
-          data.targetLabel ?? "target",
-        ),
-      );
+      drawing.append(svg("line", { class: "target", x1: margin.left, x2: inner.right, y1: at, y2: at }));
+      const place = { class: "target-label", x: inner.right - 4, y: at - 5, "text-anchor": "end" };
+      targetLabel.push(svg("text", place, data.targetLabel ?? "target"));
     }
     for (const each of series) append(drawing, [band(each, x, y, xUnit, usable)]);
     for (const each of series) append(drawing, curve(each, x, y, xUnit, usable));
+    append(drawing, targetLabel);
     if (labels) append(drawing, drawEndLabels(series, y, margin, inner, usable));
     const reading = makeReading(drawing, series, x, y, xUnit, margin, inner, options);
     const legend = labels || (series.length === 1 && !options.alwaysLegend) ? [] : [P.legend(series)];
@@ -545,7 +542,7 @@
 
   // Histograms --------------------------------------------------------------------------------------------------
 
-  const MOST_BINS = 24;
+  const MOST_BINS = 40;
 
   function binned(counts) {
     const size = Math.ceil(counts.length / MOST_BINS);
@@ -628,7 +625,7 @@
       svg(
         "text",
         { class: "axis-label", x: (margin.left + inner.right) / 2, y: inner.bottom + 35, "text-anchor": "middle" },
-        options.xLabel ?? "",
+        `${options.xLabel ?? ""}${panel.size > 1 ? `, ${panel.size} in a bar` : ""}`,
       ),
     );
     const title = html(

@@ -222,7 +222,7 @@
   }
 
   function makeRow(rank) {
-    const cells = ["rank", "now", "step", "pace", "waiting"].map((name) => html(name === "rank" ? "th" : "td", { class: name === "now" ? "left" : "", scope: name === "rank" ? "row" : null }));
+    const cells = ["rank", "now", "step", "pace", "waiting"].map((name) => html(name === "rank" ? "th" : "td", { class: name === "now" ? "left" : `of-${name}`, scope: name === "rank" ? "row" : null }));
     cells[0].textContent = String(rank);
     cells[1].append(html("span", { class: "state" }));
     return html("tr", {}, cells, html("td", { class: "strip" }, html("canvas", { role: "img" })));

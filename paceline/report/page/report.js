@@ -91,7 +91,10 @@
     [
       "seconds to target",
       (row) => (Number.isFinite(row.seconds_to_target) ? P.fixed(row.seconds_to_target) : "–"),
-      (row) => (row.reached < row.seeds && row.reached ? `${row.reached} of ${row.seeds} seeds` : null),
+      (row) => {
+        if (row.reached < row.seeds) return row.reached ? `${row.reached} of ${row.seeds} seeds` : null;
+        return row.seeds > 1 && row.seconds_spread !== null ? `± ${P.number(row.seconds_spread, 2)}` : null;
+      },
       "seconds_to_target",
     ],
     [
@@ -122,7 +125,12 @@
   ];
 
   function summary(data) {
-    const columns = COLUMNS.filter(([, , , key]) => data.summary.some((row) => Number.isFinite(row[key])));
+    const columns = COLUMNS.filter(
+      ([, , , key]) =>
+        data.summary.some((row) => Number.isFinite(row[key])) ||
+        (key === "seconds_to_target" && Number.isFinite(data.error.target)), // that nobody reached it must be seen
+    );
+    const isShown = (wanted) => columns.some(([, , , key]) => key === wanted);
     const known = data.summary.map((row) => row.seconds_to_target).filter((each) => Number.isFinite(each));
     const best = Math.min(...known);
     const rows = data.summary.map((row) =>
@@ -163,7 +171,11 @@
       html(
         "p",
         { class: "hint muted" },
-        "Means over the seeds. The speed-up is the time of one worker to the target over that of the policy. Waiting and thrown-away work are shares of the living workers' time. ",
+        data.summary.some((row) => row.seeds > 1)
+          ? "Means over the seeds; ± is half of what the largest and the smallest differ in. "
+          : "",
+        isShown("speed_up") ? "The speed-up is the time of one worker to the target over that of the policy. " : "",
+        isShown("waiting") ? "Waiting and thrown-away work are shares of the living workers' time. " : "",
         link,
       ),
     );
@@ -177,7 +189,7 @@
     const target = { target: data.error.target ?? NaN, targetLabel: data.error.target_label };
     const banded = data.curves.time.some((each) => each.low);
     const figures = [
-      ["time", "Error against time", "wall-clock time", "seconds"],
+      ["time", "Error against time", data.time, "seconds"],
       ["examples", "Error against examples", "examples of all workers", "count"],
       ["bytes", "Error against bytes", "bytes of all workers", "bytes"],
     ].map(([name, title, xLabel, xUnit]) => {
@@ -222,7 +234,7 @@
     let scale = Math.max(...values) > 20 * Math.min(...values) ? "log" : "linear";
     const link = series.length ? P.csvLink("training-loss", curveRows(series, "seconds")) : null;
     const { whole, body } = panel("Training loss against time", link);
-    const axes = { xLabel: "wall-clock time", xUnit: "seconds", yLabel: "training loss" };
+    const axes = { xLabel: data.time, xUnit: "seconds", yLabel: "training loss" };
     const empty = "No line of metrics has a loss.";
     const draw = () => P.drawCurves(body, { series }, { ...axes, yScale: scale, empty });
     P.responsive(body, draw);
@@ -306,13 +318,14 @@
       return whole;
     });
     const text =
+      data.summary.some((row) => Number.isFinite(row.efficiency)) &&
       "Efficiency is the throughput over that of one worker times the number of workers; the dashed line is 100 %.";
     return section(
       "Speed",
       null,
       parts.whole,
       html("div", { class: "grid-2" }, figures),
-      html("p", { class: "hint muted" }, text),
+      text ? html("p", { class: "hint muted" }, text) : null,
     );
   }
 
@@ -347,12 +360,12 @@
       "Each row is a worker; only in the time of computing does it make progress. Gaps are what is no part of a step: " +
       "evaluations, checkpoints, the start." +
       (several ? " A second run is drawn on the same scale of time." : "");
-    const first = Math.max(
-      0,
-      data.timelines.findIndex((each) => each.data.workers.length > 1),
-    );
+    const ofSeveral = (each) => each.data.workers.length > 1;
+    const first = Math.max(0, data.timelines.findIndex(ofSeveral));
+    const { label } = data.timelines[first];
+    const second = data.timelines.findIndex((each) => ofSeveral(each) && each.label !== label);
     const rows = several
-      ? [timelineRow(data, "Run", first, false), timelineRow(data, "Beside it", null, true)]
+      ? [timelineRow(data, "Run", first, false), timelineRow(data, "Beside it", second, true)]
       : [timelineRow(data, null, 0, false)];
     P.shownTimelines = [];
     const show = () => {
@@ -382,8 +395,9 @@
     const body = html("div", { class: "timeline" });
     const note = html("p", { class: "hint muted" });
     const sums = html("details", {}, html("summary", {}, "Seconds of each worker"), html("div", { class: "scrolled" }));
+    const printed = html("h3", { class: "printed" });
     const heading = title
-      ? html("div", { class: "controls" }, html("label", {}, title, select))
+      ? [html("div", { class: "controls" }, html("label", {}, title, select)), printed]
       : html("h3", {}, name(data.timelines[0]));
     const shownPart = html("div", { hidden: optional }, body, note, sums);
     const chosen = () => (select.value === "" ? null : data.timelines[select.value]);
@@ -392,6 +406,7 @@
     const show = (seconds, onView) => {
       const each = chosen();
       shownPart.hidden = each === null;
+      printed.textContent = each === null ? "" : name(each);
       if (each === null) return;
       const spans = { ...each.data, seconds };
       drawn ??= P.drawTimeline(body, spans, { onView });
@@ -424,7 +439,7 @@
         "tr",
         {},
         html("th", { scope: "row" }, String(worker.rank)),
-        worker.seconds.map((each) => html("td", {}, P.number(each))),
+        worker.seconds.map((each) => html("td", {}, P.fixed(each))),
       ),
     );
     return html("table", {}, html("thead", {}, head), html("tbody", {}, rows));
@@ -484,7 +499,7 @@
         run.notes.map((note) => html("p", {}, note)),
         run.command
           ? [html("h3", {}, "Run it again"), html("pre", {}, run.command)]
-          : html("p", {}, "Its configuration does not tell how it was started."),
+          : html("p", {}, data.command ? "It is made again with the comparison." : "Nothing tells how it was started."),
         html("h3", {}, "Configuration"),
         html("pre", {}, run.config),
       );

@@ -37,6 +37,11 @@ class Host:
         run("ip", "netns", "exec", self.namespace, *command)
 
 
+def limit_rate(interface: str, rate: str) -> None:
+    """Let an interface of this namespace send at most so much, such as ``1gbit``."""
+    run(*_limit(interface, rate))
+
+
 @contextlib.contextmanager
 def two_hosts(rate: str) -> Iterator[list[Host]]:
     """Make two hosts with a link of this rate between them, such as ``1gbit``."""
@@ -97,8 +102,12 @@ def _connect(hosts: Sequence[Host], rate: str) -> None:
         host.run("ip", "link", "set", "lo", "up")
         host.run("ip", "address", "add", f"{host.address}/24", "dev", host.interface)
         host.run("ip", "link", "set", host.interface, "up")
-        bucket = ["tbf", "rate", rate, "burst", BURST, "latency", LATENCY]
-        host.run("tc", "qdisc", "add", "dev", host.interface, "root", *bucket)
+        host.run(*_limit(host.interface, rate))
+
+
+def _limit(interface: str, rate: str) -> list[str]:
+    bucket = ["tbf", "rate", rate, "burst", BURST, "latency", LATENCY]
+    return ["tc", "qdisc", "replace", "dev", interface, "root", *bucket]
 
 
 @contextlib.contextmanager
