@@ -38,8 +38,8 @@ void from_fp8(const float* scales, const uint8_t* codes, size_t count, size_t bu
 void pack(const uint8_t* codes, size_t count, int width, uint8_t* out);
 void unpack(const uint8_t* data, size_t count, int width, uint8_t* codes);
 
-// Elias' gamma codes of levels and gaps, or delta codes of long gaps. Writing gives the number of levels that are not 0, and the bytes; reading tells
-// whether the data is the code of so many of them.
+// Elias' gamma codes of levels and gaps, or delta codes of long gaps. Writing gives the number of levels that are not 0,
+// and the bytes; reading tells whether the data is the code of so many of them.
 std::pair<size_t, size_t> write_elias(const uint8_t* codes, size_t count, int levels, uint8_t* out);
 bool read_elias(const uint8_t* data, size_t bytes, size_t coded, size_t count, int levels, uint8_t* codes);
 
